@@ -1,0 +1,177 @@
+"""Parameter dataclasses: from a configuration, to a JSON schema, with every fault at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import pydantic_core
+from pydantic import PydanticUserError, TypeAdapter, ValidationError
+
+from core_plugin.errors import ConfigError, PluginContractError
+
+T = TypeVar("T")
+Path = tuple[str | int, ...]
+
+_NAMES_A_KEY = ("missing", "unexpected_keyword_argument")
+"""The faults of pydantic whose location ends with a key that need not be in the configuration."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """Where a piece of configuration stands: its dotted path, and the place of each part."""
+
+    path: str = ""
+    places: Mapping[Path, str] = dataclasses.field(default_factory=dict)
+    """``file:line``, or an override, by the path below this one; ``()`` is this one's own."""
+
+    def below(self, *keys: str | int) -> Origin:
+        """The origin of a part."""
+        depth = len(keys)
+        inside = {p[depth:]: place for p, place in self.places.items() if p[:depth] == keys}
+        return Origin(_dotted(self.path, *keys), {(): self._place(keys), **inside})
+
+    def fault(self, message: str, at: Path = ()) -> str:
+        """The message with the place of the part ``at`` before it: ``file:line: path: message``."""
+        return ": ".join(filter(None, (self._place(at), _dotted(self.path, *at), message)))
+
+    def _place(self, at: Path) -> str:
+        """The place of a part, or of what it would be in."""
+        enclosing = (at[:n] for n in range(len(at), -1, -1))
+        return next((self.places[path] for path in enclosing if path in self.places), "")
+
+
+def _dotted(path: str, *keys: str | int) -> str:
+    """``optimizer`` and ``betas``, ``0`` make ``optimizer.betas.0``."""
+    return ".".join([*([path] if path else []), *map(str, keys)])
+
+
+def parse_params(config: Any, params_type: type[T], origin: Origin) -> T:
+    """See :meth:`core_plugin.plugin.BasePlugin.parse_params`."""
+    if not inspect.isclass(params_type) or not dataclasses.is_dataclass(params_type):
+        raise TypeError(f"{origin.path}: params must be a dataclass type, got {params_type!r}")
+    if isinstance(config, params_type):
+        return config
+    if config is None:
+        config = {}
+    if not isinstance(config, Mapping):
+        raise TypeError(
+            f"{origin.path}: the parameters must be a mapping, a {params_type.__qualname__} or "
+            f"None, got {type(config).__name__} ({config!r})"
+        )
+    document = _as_json(config, origin)
+    try:
+        return _adapter(params_type).validate_json(document, strict=True, extra="forbid")
+    except ValidationError as error:
+        raise ConfigError(*_faults(error, params_type, config, origin)) from None
+
+
+def json_schema(params_type: type) -> dict[str, Any]:
+    """The JSON schema of a parameter dataclass; unknown fields are refused by it too."""
+    schema = _adapter(params_type).json_schema()
+    for part in (schema, *schema.get("$defs", {}).values()):
+        if "properties" in part:
+            part["additionalProperties"] = False
+    return schema
+
+
+def near(name: str, names: Iterable[str]) -> str:
+    """The names that are close to a mistyped one, for "did you mean ...?"; empty if none is."""
+    return " or ".join(difflib.get_close_matches(str(name), list(names), n=3, cutoff=0.6))
+
+
+def _as_json(config: Mapping[str, Any], origin: Origin) -> bytes:
+    """A configuration as JSON.
+
+    From JSON it is checked strictly (no number is made of a quoted string), and yet what neither
+    YAML nor JSON has a type for (paths, enums, tuples, nested dataclasses) is built.
+    """
+    try:
+        return pydantic_core.to_json(dict(config), inf_nan_mode="constants", fallback=_mapping)
+    except pydantic_core.PydanticSerializationError as error:
+        raise TypeError(f"{origin.path}: no configuration holds this: {error}") from None
+
+
+def _mapping(value: object) -> dict[Any, Any]:
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"{value!r}, a {type(value).__name__}")
+
+
+def _adapter(params_type: type[T]) -> TypeAdapter[T]:
+    try:
+        return TypeAdapter(params_type)
+    except (PydanticUserError, NameError) as error:
+        raise PluginContractError(
+            f"{params_type.__module__}.{params_type.__qualname__} has a field whose type cannot "
+            f"be checked: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def _faults(
+    error: ValidationError, params_type: type, config: Mapping[str, Any], origin: Origin
+) -> list[str]:
+    """One message for each part that is wrong; the members of a union are told together."""
+    messages: dict[Path, dict[str, Any]] = {}
+    for fault in error.errors(include_url=False):
+        part = messages.setdefault(_part(fault, config), {})
+        part[_message(fault, params_type)] = fault
+    return [
+        origin.fault(" or ".join(texts) + _got(next(iter(texts.values()))), path)
+        for path, texts in messages.items()
+    ]
+
+
+def _message(fault: Any, params_type: type) -> str:
+    if fault["type"] == "missing":
+        return "is missing"
+    if fault["type"] == "unexpected_keyword_argument":
+        names = _field_names(params_type, fault["loc"][:-1])
+        close = near(fault["loc"][-1], names)
+        hint = f"did you mean {close}?" if close else f"known are {', '.join(names) or 'none'}"
+        return f"is not a known parameter; {hint}"
+    if fault["type"] in ("value_error", "assertion_error"):
+        return str(fault["ctx"]["error"])
+    message: str = fault["msg"].replace("Input should", "must")
+    return message[0].lower() + message[1:]
+
+
+def _got(fault: Any) -> str:
+    says_it = (*_NAMES_A_KEY, "value_error", "assertion_error")
+    return "" if fault["type"] in says_it else f", got {fault['input']!r}"
+
+
+def _part(fault: Any, config: Any) -> Path:
+    """Where a fault stands in the configuration.
+
+    pydantic's location also names the members of a union, which the user never wrote.
+    """
+    location: Sequence[str | int] = fault["loc"]
+    path: list[str | int] = []
+    for depth, key in enumerate(location, 1):
+        try:
+            config = config[key]
+        except (LookupError, TypeError):
+            if depth < len(location) or fault["type"] not in _NAMES_A_KEY:
+                continue
+        path.append(key)
+    return tuple(path)
+
+
+def _field_names(annotation: Any, location: Sequence[str | int]) -> list[str]:
+    """The fields of the dataclass that stands at a location."""
+    for key in location:
+        hints = [typing.get_type_hints(t) for t in _dataclasses_in(annotation)]
+        annotation = next((hint[key] for hint in hints if key in hint), annotation)
+    fields = (f for t in _dataclasses_in(annotation) for f in dataclasses.fields(t) if f.init)
+    return sorted({field.name for field in fields})
+
+
+def _dataclasses_in(annotation: Any) -> list[Any]:
+    if inspect.isclass(annotation) and dataclasses.is_dataclass(annotation):
+        return [annotation]
+    return [t for a in typing.get_args(annotation) for t in _dataclasses_in(a)]

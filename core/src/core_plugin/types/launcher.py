@@ -1,0 +1,39 @@
+"""Launchers: how a run's processes come to be."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+from core_plugin.contract import Implementation
+from core_plugin.plugin import BasePlugin
+
+
+class BaseLauncher(Implementation, abstract=True):
+    """A launcher. It is not asked where an outer launcher already made the processes."""
+
+    @staticmethod
+    @abstractmethod
+    def processes(params: Any) -> int:
+        """The number of processes on this host; also told before anything is launched."""
+
+    @staticmethod
+    @abstractmethod
+    def launch(params: Any, worker: Callable[[], int]) -> int:
+        """Run the worker in every process and wait for all of them.
+
+        Args:
+            params: The implementation's ``Params``.
+            worker: Picklable. Each process calls it with ``RANK``, ``LOCAL_RANK``,
+                ``WORLD_SIZE``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` in its
+                environment (or none of them, for a run of one process). It reports its own
+                errors and returns an exit code.
+
+        Returns:
+            The exit code: 0 if all workers returned 0. If one fails, the others are ended.
+        """
+
+
+class LauncherPlugin(BasePlugin, contract=BaseLauncher):
+    """The type of launchers."""

@@ -1,0 +1,24 @@
+"""Optimizers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from core_plugin.plugin import BasePlugin
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+
+def optimizer(model: nn.Module, params: Any) -> Optimizer:  # type: ignore[empty-body]
+    """Make the optimizer of a model that is already sharded and on its device.
+
+    It holds every parameter that is trained, each in one group; its state is made in ``step``, as
+    tensors of the parameter's shape (then laid out as the parameter is) or as small ones that are
+    equal on all ranks.
+    """
+
+
+class OptimizerPlugin(BasePlugin, contract=optimizer):
+    """The type of optimizers: functions ``(model, params) -> Optimizer``."""
