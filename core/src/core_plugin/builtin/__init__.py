@@ -1,0 +1,1 @@
+"""The implementations that core-plugin brings, each behind an entry point like anyone's."""

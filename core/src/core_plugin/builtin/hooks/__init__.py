@@ -1,0 +1,1 @@
+"""The hooks that core-plugin brings: what a run prints, records and draws."""
