@@ -53,7 +53,7 @@ class Params:
         )
 
 
-def sample(params: Params, run: Run) -> object | None:  # noqa: ARG001
+def sample(params: Params, run: Run) -> object | None:
     """Print a continuation of a prompt at the end, and add it to the run's ``samples.jsonl``."""
     return Sample(params)
 

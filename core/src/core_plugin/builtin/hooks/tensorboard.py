@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from typing import TYPE_CHECKING
 
-from core_plugin.contract import NoParams  # noqa: TC001  (the annotation of params is evaluated)
+from core_plugin.contract import NoParams
 from core_plugin.errors import PluginUnavailableError
 from core_plugin.types.hook import Run, hookimpl
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-def tensorboard(params: NoParams, run: Run) -> object | None:  # noqa: ARG001
+def tensorboard(params: NoParams, run: Run) -> object | None:
     """Write each log's metrics, under their own names, to ``tensorboard/`` in the run's directory.
 
     Raises:
@@ -45,7 +45,7 @@ class TensorBoard:
 
     @hookimpl
     def on_checkpoint(self) -> None:
-        """Flush: for a run that a signal stops, no other event comes."""
+        """Wait for the writer's thread: for a run that a signal stops, no other event comes."""
         self._writer.flush()
 
     @hookimpl

@@ -1,0 +1,307 @@
+"""The tensors of a model and its optimizer, whatever their sharding: clip, save, load, gather.
+
+It is right for every model whose sharded tensors are ``DTensor``s and whose other ones are equal
+on all ranks. Names are the architecture's own (wrappers leave no trace in them), so what one
+strategy saved on some ranks another one loads on others. The format is torch's distributed
+checkpoint with the keys ``model.<name>`` and ``optimizer.<name>.<state key>``; what is no tensor is
+in ``optimizer.json``.
+
+This module imports torch, so the light ones import it where they use it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from core_plugin.errors import CheckpointError
+from core_plugin.params import near
+
+OPTIMIZER_FILE = "optimizer.json"
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+
+
+def canonical_name(name: str) -> str:
+    """A parameter's name without what compilation and recomputation wrap around modules."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters and persistent buffers by name; of tied ones, the first name only."""
+    tensors: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, Tensor) and id(tensor) not in seen:
+            seen.add(id(tensor))
+            tensors[canonical_name(name)] = tensor
+    return tensors
+
+
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that get gradients, by name."""
+    return {canonical_name(n): p for n, p in model.named_parameters() if p.requires_grad}
+
+
+def copy_full(target: Tensor, full: Tensor) -> None:
+    """Copy a whole tensor into one that may be sharded; every rank has the whole one."""
+    with torch.no_grad():
+        if isinstance(target, DTensor):
+            full = torch.distributed.tensor.distribute_tensor(
+                full.to(target.device), target.device_mesh, target.placements, src_data_rank=None
+            )
+        target.copy_(full)
+
+
+def gather(tensor: Tensor) -> Tensor:
+    """The whole of a tensor that may be sharded; collective if it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float | None) -> Tensor:
+    """See :meth:`core_plugin.types.distributed.BaseDistributed.clip_grad_norm`.
+
+    Gradients on different meshes, and plain ones, each give a norm; their norm is the whole.
+    """
+    groups: dict[Any, list[Tensor]] = {}
+    for grad in (p.grad for p in parameters if p.grad is not None):
+        groups.setdefault(grad.device_mesh if isinstance(grad, DTensor) else None, []).append(grad)
+    if not groups:
+        return torch.zeros(())
+    norms = [gather(nn.utils.get_total_norm(grads, foreach=True)) for grads in groups.values()]
+    total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+    if max_norm is not None:
+        scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
+        for grads in groups.values():
+            torch._foreach_mul_([local(g) for g in grads], scale)
+    return total
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor that may be sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+# Optimizer
+
+
+def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """The optimizer's state tensors by ``<parameter>.<state key>``.
+
+    Raises:
+        CheckpointError: The optimizer holds other tensors than the model trains, or sharded state
+            whose layout no other number of ranks could read.
+    """
+    tensors = {}
+    for name, parameter in _owned(model, optimizer).items():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if not isinstance(value, Tensor):
+                continue
+            if isinstance(parameter, DTensor) and not isinstance(value, DTensor) and value.ndim:
+                raise CheckpointError(
+                    f"{type(optimizer).__name__} keeps {key} of {name} as a plain tensor of shape "
+                    f"{tuple(value.shape)} although the parameter is sharded; it has to be a "
+                    "DTensor laid out like the parameter"
+                )
+            tensors[f"{name}.{key}"] = value
+    return tensors
+
+
+def _owned(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
+    """The model's trained parameters, which must be the very ones that the optimizer holds."""
+    trained = trained_parameters(model)
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    names = {id(p): n for n, p in trained.items()}
+    missing = [n for n, p in trained.items() if id(p) not in held]
+    dead = len(held - set(names))
+    if missing or dead:
+        raise CheckpointError(
+            f"{type(optimizer).__name__} does not hold the parameters that the model trains: "
+            f"{len(missing)} are in none of its groups ({_listed(missing)}), and {dead} of those "
+            "it holds are not trained"
+        )
+    return trained
+
+
+def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
+    """Check that the optimizer holds every trained parameter, in one group, and no other.
+
+    Raises:
+        CheckpointError: With the names; a step would leave them as they are.
+    """
+    _owned(model, optimizer)
+    held = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    if len(held) != len(set(held)):
+        raise CheckpointError(f"{type(optimizer).__name__} holds a parameter in two groups")
+
+
+def _plain_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """What the optimizer keeps that is no tensor, and which keys each parameter has."""
+    owned = _owned(model, optimizer)
+    names = {id(p): n for n, p in owned.items()}
+    return {
+        "state": {
+            name: {
+                "tensors": [k for k, v in state.items() if isinstance(v, Tensor)],
+                "values": {k: v for k, v in state.items() if not isinstance(v, Tensor)},
+            }
+            for name, parameter in owned.items()
+            if (state := optimizer.state.get(parameter))
+        },
+        "groups": [
+            {
+                "names": [names[id(p)] for p in group["params"]],
+                "options": {k: _number(v) for k, v in group.items() if k != "params"},
+            }
+            for group in optimizer.param_groups
+        ],
+    }
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
+# Checkpoints
+
+
+def save(model: nn.Module, optimizer: Optimizer, directory: Path, *, include_frozen: bool) -> None:
+    """See :meth:`core_plugin.types.distributed.BaseDistributed.save_checkpoint`.
+
+    ``model`` is the unwrapped one.
+    """
+    tensors = _checkpoint_tensors(model, include_frozen)
+    tensors |= {f"optimizer.{n}": t for n, t in optimizer_tensors(model, optimizer).items()}
+    if _rank() == 0:
+        text = json.dumps(_plain_state(model, optimizer))
+        (directory / OPTIMIZER_FILE).write_text(text, encoding="utf-8")
+    dcp.save(_detached(tensors), checkpoint_id=directory, no_dist=not dist.is_initialized())
+
+
+def _checkpoint_tensors(model: nn.Module, include_frozen: bool) -> dict[str, Tensor]:
+    return {
+        f"model.{name}": tensor
+        for name, tensor in model_tensors(model).items()
+        if include_frozen or tensor.requires_grad or not isinstance(tensor, nn.Parameter)
+    }
+
+
+def _detached(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    return {name: tensor.detach() for name, tensor in tensors.items()}
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def load(model: nn.Module, optimizer: Optimizer, directory: Path, *, include_frozen: bool) -> None:
+    """See :meth:`core_plugin.types.distributed.BaseDistributed.load_checkpoint`.
+
+    Everything is compared by name and shape first, so that a fault changes nothing.
+    """
+    metadata = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
+    plain = json.loads((directory / OPTIMIZER_FILE).read_text(encoding="utf-8"))
+    state = _state_like(model, optimizer, plain["state"], metadata)
+    tensors = _checkpoint_tensors(model, include_frozen)
+    for name, entries in state.items():
+        for key in plain["state"][name]["tensors"]:
+            tensors[f"optimizer.{name}.{key}"] = entries[key]
+    faults = _differences(tensors, metadata) + _group_differences(model, optimizer, plain["groups"])
+    if faults:
+        raise CheckpointError(f"{directory} does not fit the run:\n  " + "\n  ".join(faults))
+    dcp.load(_detached(tensors), checkpoint_id=directory, no_dist=not dist.is_initialized())
+    owned = _owned(model, optimizer)
+    for name, entries in state.items():
+        optimizer.state[owned[name]] = entries
+    for group, saved in zip(optimizer.param_groups, plain["groups"], strict=True):
+        for key, value in saved["options"].items():
+            _restore_option(group, key, value)
+
+
+def _restore_option(group: dict[str, Any], key: str, value: Any) -> None:
+    current = group.get(key)
+    if isinstance(current, Tensor):
+        current.fill_(value)
+    else:
+        group[key] = tuple(value) if isinstance(current, tuple) else value
+
+
+def _state_like(
+    model: nn.Module,
+    optimizer: Optimizer,
+    saved: Mapping[str, Mapping[str, Any]],
+    metadata: Mapping[str, Any],
+) -> dict[str, dict[str, Any]]:
+    """Memory for the state that the checkpoint has, laid out like the parameters.
+
+    It is made from what was saved, not from what the optimizer happens to hold before its first
+    step, so that no optimizer can lose its state on the way.
+    """
+    owned = _owned(model, optimizer)
+    state: dict[str, dict[str, Any]] = {}
+    for name in saved.keys() & owned.keys():
+        state[name] = dict(saved[name]["values"])
+        for key in saved[name]["tensors"]:
+            state[name][key] = _like(owned[name], metadata.get(f"optimizer.{name}.{key}"))
+    return state
+
+
+def _like(parameter: nn.Parameter, stored: Any) -> Tensor:
+    if not isinstance(stored, TensorStorageMetadata):
+        return torch.empty(0)
+    dtype = stored.properties.dtype
+    if stored.size == parameter.shape:
+        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+    return torch.zeros(stored.size, dtype=dtype)
+
+
+def _differences(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> list[str]:
+    faults = []
+    for name in sorted(tensors.keys() - metadata.keys()):
+        close = near(name, metadata)
+        faults.append(f"{name} is not in it" + (f" (it has {close})" if close else ""))
+    faults += [
+        f"{n} is in it, but not in the run" for n in sorted(metadata.keys() - tensors.keys())
+    ]
+    for name in sorted(tensors.keys() & metadata.keys()):
+        wanted, stored = tuple(tensors[name].shape), tuple(metadata[name].size)
+        if wanted != stored:
+            faults.append(f"{name} has the shape {stored} in it, and {wanted} in the run")
+    return faults
+
+
+def _group_differences(
+    model: nn.Module, optimizer: Optimizer, saved: list[dict[str, Any]]
+) -> list[str]:
+    current = [group["names"] for group in _plain_state(model, optimizer)["groups"]]
+    if [sorted(group["names"]) for group in saved] != [sorted(names) for names in current]:
+        return [f"its optimizer has other parameter groups than {type(optimizer).__name__} now has"]
+    return []
+
+
+def full_state_dict(model: nn.Module, trainable: bool) -> dict[str, Tensor]:
+    """See :meth:`core_plugin.types.distributed.BaseDistributed.full_state_dict`."""
+    full = {}
+    for name, tensor in model_tensors(model).items():
+        if trainable and not tensor.requires_grad:
+            continue
+        whole = gather(tensor.detach())
+        if _rank() == 0:
+            full[name] = whole.cpu().clone()
+    return full
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "") or "none"

@@ -1,0 +1,239 @@
+"""The training loop: a run from its device to its final checkpoint, top to bottom."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import pluggy
+import torch
+import torch.distributed as dist
+
+from core_plugin import config as run_config
+from core_plugin import provenance
+from core_plugin.config import RunConfig
+from core_plugin.errors import TrainingError
+from core_plugin.training import resume, setup
+from core_plugin.training.batches import supervised_tokens
+from core_plugin.training.checkpoint import Checkpoints
+from core_plugin.training.setup import Training
+from core_plugin.training.stop import StopRequest, on_signals
+from core_plugin.training.world import World, backends
+from core_plugin.types.hook import Events, Run
+
+
+class Outcome(Enum):
+    """How a run ended."""
+
+    FINISHED = "finished"
+    STOPPED = "stopped"
+
+
+def train(config: RunConfig, world: World) -> Outcome:
+    """One rank's part of a run.
+
+    Raises:
+        CorePluginError: What the user can mend; the others end as well.
+    """
+    with world.agreement(provenance.identity(config)):
+        device = setup.select_device(config, world)
+    world.start(backends(device, config["device"].implementation.collective_backend(device)))
+    torch.use_deterministic_algorithms(config.train.deterministic)
+
+    directory = Path(config.checkpoint.directory)
+    checkpoints = Checkpoints(directory / "checkpoints", world, config.checkpoint.keep)
+    with world.together("choosing a checkpoint", TrainingError):
+        start = resume.choose(config, checkpoints)
+
+    training = setup.build(config, device, world)
+    resume.seed_rank(config, world, 0)
+    if start is not None:
+        with world.together(f"loading {start}", TrainingError):
+            resume.load(training, start)
+
+    run = _run_for_hooks(training, directory)
+    with world.together("writing the configuration", TrainingError):
+        if world.rank == 0:
+            directory.mkdir(parents=True, exist_ok=True)
+            run_config.dump(config.resolved(), directory / "config.yaml")
+    with world.together("making the hooks", TrainingError):
+        events = _events(config, run)
+    with on_signals() as stop:
+        try:
+            return _steps(training, checkpoints, run, events, stop)
+        except BaseException as error:
+            events.on_error(run=run, error=error)
+            raise
+
+
+def _run_for_hooks(training: Training, directory: Path) -> Run:
+    return Run(
+        directory=directory,
+        config=training.config.resolved(),
+        rank=training.world.rank,
+        world_size=training.world.size,
+        steps=training.config.train.steps,
+        start_step=training.step,
+        model=training.model,
+        device=training.device,
+        tokenizer=training.tokenizer,
+        step=training.step,
+    )
+
+
+def _events(config: RunConfig, run: Run) -> Any:
+    manager = pluggy.PluginManager("core_plugin")
+    manager.add_hookspecs(Events)
+    for selection in config.selections["hooks"]:
+        hook = selection.implementation(selection.params, run)
+        if hook is not None:
+            manager.register(hook)
+    manager.check_pending()
+    return manager.hook
+
+
+def _steps(
+    training: Training, checkpoints: Checkpoints, run: Run, events: Any, stop: StopRequest
+) -> Outcome:
+    """All steps that are left, with their logs and checkpoints."""
+    settings, every = training.config.train, training.config.checkpoint.every
+    stepper = Stepper(training, stop)
+    log = Log(training)
+    saved = training.step if training.step else None
+
+    def save() -> None:
+        _require_finite(training.step, "grad_norm", float(stepper.grad_norm))
+        path = checkpoints.save(training.step, lambda d: resume.write(training, d))
+        events.on_checkpoint(run=run, path=path)
+
+    events.on_start(run=run)
+    while training.step < settings.steps and not stepper.stopped:
+        stepper.step()
+        run.step = training.step
+        events.on_step(run=run)
+        if training.step % settings.log_every == 0 or training.step == settings.steps:
+            events.on_log(run=run, metrics=log.metrics(stepper))
+        if every and training.step % every == 0:
+            save()
+            saved = training.step
+    if saved != training.step:
+        save()
+    if training.step < settings.steps:
+        return Outcome.STOPPED
+    events.on_end(run=run)
+    return Outcome.FINISHED
+
+
+class Stepper:
+    """One optimizer step after the other. Everything that a step calls is bound here, once."""
+
+    def __init__(self, training: Training, stop: StopRequest) -> None:
+        self._training = training
+        self._stop = stop
+        self._loss = training.architecture.loss
+        self._gradient_sync = training.strategy.gradient_sync
+        self._clip = training.strategy.clip_grad_norm
+        self._max_norm = training.config.train.max_grad_norm
+        self._autocast = _autocast(training)
+        averaged = training.strategy.capabilities.averages_gradients
+        self._gradient_factor = training.world.size if averaged else 1
+        self.stopped = False
+        self.loss_sum = torch.zeros((), device=training.device)
+        self.token_sum = 0
+        self.grad_norm = torch.zeros(())
+
+    def step(self) -> None:
+        """Take one step.
+
+        The loss is the mean over all supervised tokens of the global batch: each micro-batch's
+        sum is divided by their number, which the ranks add up while the first forward pass runs.
+        """
+        training = self._training
+        training.model.train()
+        batches = training.batches.step(training.step)
+        counts = torch.tensor([supervised_tokens(batches), bool(self._stop)])
+        counting = (
+            dist.all_reduce(counts, group=training.world.control, async_op=True)
+            if training.world.size > 1
+            else None
+        )
+        scale = 0.0
+        for number, batch in enumerate(batches):
+            batch = {k: v.to(training.device, non_blocking=True) for k, v in batch.items()}
+            last = number == len(batches) - 1
+            with self._gradient_sync(training.model, last):
+                with self._autocast:
+                    loss = self._loss(training.model, batch)
+                if number == 0:
+                    if counting is not None:
+                        counting.wait()
+                    tokens, stopping = counts.tolist()
+                    if tokens == 0:
+                        raise TrainingError(
+                            f"step {training.step}: no token of the global batch is supervised"
+                        )
+                    scale = self._gradient_factor / tokens
+                (loss * scale).backward()
+            self.loss_sum += loss.detach()
+        self.grad_norm = self._clip(training.model, self._max_norm)
+        training.optimizer.step()
+        training.scheduler.step()
+        training.optimizer.zero_grad(set_to_none=True)
+        self.token_sum += tokens
+        training.tokens += tokens
+        training.step += 1
+        self.stopped = stopping > 0
+
+
+def _autocast(training: Training) -> AbstractContextManager[Any]:
+    if training.dtype == torch.float32 or training.strategy.capabilities.mixed_precision:
+        return nullcontext()
+    return torch.autocast(training.device.type, training.dtype)
+
+
+class Log:
+    """The metrics since the last log; the only place where the device is waited for."""
+
+    def __init__(self, training: Training) -> None:
+        self._training = training
+        self._started = self._last = time.perf_counter()
+
+    def metrics(self, stepper: Stepper) -> Mapping[str, float]:
+        """See :meth:`core_plugin.types.hook.Events.on_log`. Collective.
+
+        Raises:
+            TrainingError: The loss or the gradients are not finite.
+        """
+        training = self._training
+        loss = stepper.loss_sum.detach().to("cpu", torch.float64)
+        if training.world.size > 1:
+            dist.all_reduce(loss, group=training.world.control)
+        now = time.perf_counter()
+        metrics = {
+            "step": training.step,
+            "loss": loss.item() / stepper.token_sum,
+            "grad_norm": float(stepper.grad_norm),
+            "lr": float(training.scheduler.get_last_lr()[0]),
+            "tokens": training.tokens,
+            "tokens_per_second": stepper.token_sum / (now - self._last),
+            "seconds": now - self._started,
+        }
+        for name in ("loss", "grad_norm"):
+            _require_finite(training.step, name, metrics[name])
+        self._last = now
+        stepper.loss_sum.zero_()
+        stepper.token_sum = 0
+        return metrics
+
+
+def _require_finite(step: int, name: str, value: float) -> None:
+    if not math.isfinite(value):
+        raise TrainingError(
+            f"step {step}: the {name} is {value}; lower the learning rate, or look at the data of "
+            "this step. The checkpoints before it are kept"
+        )

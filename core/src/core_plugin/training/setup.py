@@ -1,0 +1,202 @@
+"""From a configuration to everything a training step needs, in the order of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import tokenizers
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from core_plugin import state
+from core_plugin.config import RunConfig
+from core_plugin.errors import (
+    ConfigError,
+    PluginContractError,
+    PluginUnavailableError,
+    TrainingError,
+)
+from core_plugin.training.batches import Batches
+from core_plugin.training.materialize import Materializer
+from core_plugin.training.world import World
+from core_plugin.types import BaseData, BaseDevice, BaseDistributed, BaseModel
+from core_plugin.types.distributed import ShardContext
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass
+class Training:
+    """What a run is made of, once it is ready to step."""
+
+    config: RunConfig
+    world: World
+    device: torch.device
+    dtype: torch.dtype
+    architecture: type[BaseModel]
+    strategy: type[BaseDistributed]
+    backend: type[BaseDevice]
+    model: nn.Module
+    optimizer: Optimizer
+    scheduler: LRScheduler
+    batches: Batches
+    tokenizer: tokenizers.Tokenizer
+    step: int = 0
+    """Optimizer steps that are done."""
+    tokens: int = 0
+    """Supervised tokens that are done."""
+
+
+def select_device(config: RunConfig, world: World) -> torch.device:
+    """The device of this process.
+
+    Raises:
+        PluginUnavailableError: It cannot be used here.
+    """
+    chosen = config["device"]
+    reason = chosen.implementation.unavailable(chosen.params)
+    if reason:
+        raise PluginUnavailableError(
+            chosen.origin.fault(f"the device {chosen.route.name!r} cannot be used here: {reason}")
+        )
+    device = chosen.implementation.device(chosen.params, world.place.local_rank)
+    dtype = DTYPES[config.train.precision]
+    if not chosen.implementation.supports(device, dtype):
+        raise PluginUnavailableError(
+            f"train.precision: {device} cannot compute in {config.train.precision}"
+        )
+    return device  # type: ignore[no-any-return]
+
+
+def make_tokenizer(config: RunConfig, world: World) -> tokenizers.Tokenizer:
+    """The model's own tokenizer or the data's, made on one rank and sent to the others."""
+    with world.together("making the tokenizer", TrainingError):
+        text = None
+        if world.rank == 0:
+            model, data = config["model"], config["data"]
+            tokenizer = model.implementation.tokenizer(model.params)
+            tokenizer = tokenizer or data.implementation.tokenizer(data.params)
+            text = tokenizer.to_str()
+    return tokenizers.Tokenizer.from_str(world.from_first(text))
+
+
+def build_model(config: RunConfig, vocabulary_size: int) -> nn.Module:
+    """The model on ``meta``, with kernels and adapter."""
+    chosen = config["model"]
+    with torch.device("meta"):
+        model = chosen.implementation.build(chosen.params, vocabulary_size)
+        for kernel in config.selections["kernels"]:
+            model = kernel.implementation(model, kernel.params)
+        if (peft := config.get("peft")) is not None:
+            peft.implementation.adapt(model, peft.params)
+    return model  # type: ignore[no-any-return]
+
+
+def shard_model(
+    config: RunConfig, model: nn.Module, device: torch.device, world: World
+) -> nn.Module:
+    """Spread the model over the ranks, with memory and values, and check that it is."""
+    architecture, strategy, peft = config["model"], config["distributed"], config.get("peft")
+    materialize = Materializer(
+        model,
+        device,
+        config.train.seed,
+        architecture.implementation.initialize,
+        peft.implementation.base_name if peft else state.canonical_name,
+        architecture.implementation.weights(architecture.params),
+    )
+    total = sum(p.numel() for p in model.parameters())
+    context = ShardContext(
+        device=device,
+        mesh=strategy.implementation.create_mesh(strategy.params, device.type, world.size),
+        materialize=materialize,
+        blocks=architecture.implementation.blocks(model),
+        dtype=DTYPES[config.train.precision],
+    )
+    sharded = strategy.implementation.shard_model(model, strategy.params, context)
+    _check_sharding(strategy, sharded, device, world, total)
+    return sharded  # type: ignore[no-any-return]
+
+
+def _check_sharding(
+    chosen: Any, model: nn.Module, device: torch.device, world: World, total: int
+) -> None:
+    """Check that the strategy did what it declares, on the device that was asked for."""
+    strategy, name = chosen.implementation, chosen.route.name
+    if world.size > 1 and not strategy.capabilities.multiple_processes:
+        raise ConfigError(
+            chosen.origin.fault(
+                f"the strategy {name!r} is for one process, and there are {world.size}; "
+                "each would train by itself"
+            )
+        )
+    unwrapped = strategy.unwrap_model(model)
+    tensors = state.model_tensors(unwrapped)
+    on_meta = sorted(n for n, t in tensors.items() if t.is_meta)
+    elsewhere = sorted(n for n, t in tensors.items() if t.device.type != device.type)
+    if on_meta:
+        raise PluginContractError(
+            f"the strategy {name!r} left {on_meta[0]} on meta, without values"
+        )
+    if elsewhere:
+        raise PluginContractError(
+            f"the strategy {name!r} put {elsewhere[0]} on {tensors[elsewhere[0]].device}, "
+            f"not on {device}"
+        )
+    held = sum(state.local(p).numel() for p in unwrapped.parameters())
+    if strategy.capabilities.sharded_state and world.size > 1 and held >= total:
+        raise PluginContractError(
+            f"the strategy {name!r} declares sharded_state, but this rank holds all {total} "
+            "parameters"
+        )
+
+
+def build(config: RunConfig, device: torch.device, world: World) -> Training:
+    """Everything up to the first step, or to resuming."""
+    tokenizer = make_tokenizer(config, world)
+    with world.together("building the model", TrainingError):
+        meta_model = build_model(config, tokenizer.get_vocab_size())
+    with world.together("sharding the model", TrainingError):
+        model = shard_model(config, meta_model, device, world)
+    strategy = config["distributed"].implementation
+    with world.together("making the optimizer", TrainingError):
+        chosen = config["optimizer"]
+        optimizer = chosen.implementation(model, chosen.params)
+        state.check_optimizer(strategy.unwrap_model(model), optimizer)
+        chosen = config["scheduler"]
+        scheduler = chosen.implementation(optimizer, chosen.params, steps=config.train.steps)
+    with world.together("loading the data", TrainingError):
+        batches = _batches(config, tokenizer, world)
+    return Training(
+        config=config,
+        world=world,
+        device=device,
+        dtype=DTYPES[config.train.precision],
+        architecture=config["model"].implementation,
+        strategy=strategy,
+        backend=config["device"].implementation,
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        batches=batches,
+        tokenizer=tokenizer,
+    )
+
+
+def _batches(config: RunConfig, tokenizer: tokenizers.Tokenizer, world: World) -> Batches:
+    data: type[BaseData] = config["data"].implementation
+    samples = data.load(config["data"].params, tokenizer)
+    if len(samples) == 0:
+        raise ConfigError(config["data"].origin.fault("the data has no samples"))
+    return Batches(
+        data,
+        samples,
+        config.train.seed,
+        config.train.global_batch_size,
+        config.train.micro_batch_size,
+        world.rank,
+        world.size,
+    )

@@ -1,0 +1,36 @@
+"""The wish to stop: SIGINT and SIGTERM end a run after the step that is under way."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+
+class StopRequest:
+    """Which signal asked this process to stop, if one did."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+
+    def __bool__(self) -> bool:
+        return self.signal is not None
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        self.signal = self.signal or number
+
+
+@contextmanager
+def on_signals() -> Iterator[StopRequest]:
+    """A request that SIGINT and SIGTERM set, until the end of the block.
+
+    A launcher and a terminal may each send the signal once, so a second one changes nothing.
+    """
+    request = StopRequest()
+    earlier = {n: signal.signal(n, request._ask) for n in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield request
+    finally:
+        for number, handler in earlier.items():
+            signal.signal(number, handler)

@@ -1,0 +1,82 @@
+"""One process of a run, as a launcher starts it."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from dataclasses import dataclass
+
+from core_plugin.config import RunConfig
+from core_plugin.errors import ConfigError, CorePluginError
+from core_plugin.training.loop import Outcome, train
+from core_plugin.training.world import Place, World, join, place_from_environment
+
+STOPPED = 130
+"""The exit code of a run that a signal stopped, after it saved."""
+
+
+@dataclass(frozen=True)
+class Worker:
+    """Takes part in a run and returns an exit code. It can be pickled."""
+
+    config: RunConfig
+    debug: bool = False
+
+    def __call__(self) -> int:
+        """Run, and report what went wrong once, on the rank where it did."""
+        try:
+            place = place_from_environment()
+            _check_place(self.config, place)
+            with join(place) as world:
+                return self._run(world)
+        except CorePluginError as error:
+            return _report(str(error), error, self.debug)
+
+    def _run(self, world: World) -> int:
+        try:
+            outcome = train(self.config, world)
+        except CorePluginError as error:
+            if world.first_to_say(str(error)):
+                _report(str(error), error, self.debug)
+            return error.exit_code
+        except Exception as error:
+            if _lost_contact(error):
+                message = f"rank {world.rank} lost contact with another rank"
+                return _report(message, error, self.debug)
+            return _report(f"rank {world.rank}: {type(error).__name__}: {error}", error, True)
+        if outcome is Outcome.STOPPED:
+            if world.rank == 0:
+                print(
+                    f"stopped; everything up to here is saved in "
+                    f"{self.config.checkpoint.directory}. Go on with --resume",
+                    file=sys.stderr,
+                )
+            return STOPPED
+        return 0
+
+
+def _check_place(config: RunConfig, place: Place | None) -> None:
+    """Check that an outer launcher made as many processes as the configuration says."""
+    launcher = config["launcher"]
+    asked = launcher.implementation.processes(launcher.params)
+    if place is not None and asked > 1 and asked != place.local_world_size:
+        raise ConfigError(
+            launcher.origin.fault(
+                f"the configuration asks for {asked} processes on a host, but the outer launcher "
+                f"started {place.local_world_size}; make them equal, or leave the launcher out"
+            )
+        )
+
+
+def _lost_contact(error: Exception) -> bool:
+    """Whether the error is that of a collective whose other side is gone."""
+    return isinstance(error, RuntimeError) and any(
+        sign in str(error) for sign in ("gloo", "NCCL", "Connection")
+    )
+
+
+def _report(message: str, error: BaseException, with_traceback: bool) -> int:
+    if with_traceback:
+        traceback.print_exception(error)
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    return getattr(error, "exit_code", 1)

@@ -1,0 +1,257 @@
+"""The ranks of a run: who they are, and how they agree before and outside of training."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from core_plugin.errors import ConfigError, CorePluginError, RankMismatchError
+
+T = TypeVar("T")
+
+TIMEOUT = timedelta(minutes=10)
+"""How long a rank waits for the others in one exchange."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A process's place among those of the run."""
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+
+
+def place_from_environment(environment: Mapping[str, str] | None = None) -> Place | None:
+    """The place that a launcher gave this process; None if none did.
+
+    torchrun's variables count first, then those of a SLURM step of more than one task, from
+    which the missing ones for torch's rendezvous are set.
+
+    Raises:
+        ConfigError: The variables contradict each other.
+    """
+    environment = os.environ if environment is None else environment
+    names = [n for n in ("RANK", "WORLD_SIZE") if n in environment]
+    if names:
+        place = _torchrun_place(environment)
+    elif int(environment.get("SLURM_STEP_NUM_TASKS", environment.get("SLURM_NTASKS", 1))) > 1 and (
+        "SLURM_PROCID" in environment
+    ):
+        place = _slurm_place(environment)
+    else:
+        return None
+    if not (0 <= place.rank < place.world_size and 0 <= place.local_rank < place.local_world_size):
+        raise ConfigError(f"the environment's variables contradict each other: {place}")
+    return place
+
+
+def _torchrun_place(environment: Mapping[str, str]) -> Place:
+    missing = [
+        n
+        for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+        if n not in environment
+    ]
+    if missing:
+        raise ConfigError(
+            f"the environment has RANK or WORLD_SIZE but not {', '.join(missing)}; "
+            "start the run with torchrun, or unset them all"
+        )
+    return Place(
+        _number(environment, "RANK"),
+        _number(environment, "LOCAL_RANK"),
+        _number(environment, "WORLD_SIZE"),
+        _number(environment, "LOCAL_WORLD_SIZE", environment["WORLD_SIZE"]),
+    )
+
+
+def _slurm_place(environment: Mapping[str, str]) -> Place:
+    size = environment.get("SLURM_STEP_NUM_TASKS", environment.get("SLURM_NTASKS", "1"))
+    place = Place(
+        _number(environment, "SLURM_PROCID"),
+        _number(environment, "SLURM_LOCALID"),
+        _number({"SLURM_NTASKS": size}, "SLURM_NTASKS"),
+        int(re.split(r"[(,]", environment.get("SLURM_STEP_TASKS_PER_NODE", size))[0]),
+    )
+    port = 20000 + int(environment.get("SLURM_JOB_ID", "0")) % 20000
+    os.environ.setdefault("MASTER_ADDR", environment.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1"))
+    os.environ.setdefault("MASTER_PORT", str(port))
+    os.environ |= {"RANK": str(place.rank), "WORLD_SIZE": str(place.world_size)}
+    os.environ |= {"LOCAL_RANK": str(place.local_rank)}
+    return place
+
+
+def _number(environment: Mapping[str, str], name: str, default: str | None = None) -> int:
+    text = environment.get(name, default)
+    try:
+        return int(text)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise ConfigError(f"the environment's {name} is no number: {text!r}") from None
+
+
+class World:
+    """The ranks of a run, joined: a process group for the work and one for agreements.
+
+    The second one is of the gloo backend, so that agreements neither wait for the device nor mix
+    with what is under way on the first.
+    """
+
+    def __init__(self, place: Place, store: dist.Store) -> None:
+        self.place = place
+        self.store = store
+        self.control: dist.ProcessGroup | None = None
+
+    @property
+    def rank(self) -> int:
+        """This process's number."""
+        return self.place.rank
+
+    @property
+    def size(self) -> int:
+        """The number of processes."""
+        return self.place.world_size
+
+    @contextmanager
+    def agreement(self, identity: Mapping[str, str]) -> Iterator[None]:
+        """A block at whose end all ranks have the same identity, and none has failed in it.
+
+        It goes through the store alone: no process group exists yet.
+
+        Raises:
+            RankMismatchError: On every rank, with a table of what differs, or with the failures
+                of the others.
+        """
+        error: CorePluginError | None = None
+        try:
+            yield
+        except CorePluginError as caught:
+            error = caught
+        report = {"identity": dict(identity), "failure": error and str(error)}
+        self.store.set(f"report/{self.rank}", json.dumps(report))
+        if self.rank == 0:
+            reports = [json.loads(self.store.get(f"report/{r}")) for r in range(self.size)]
+            self.store.set("verdict", _verdict(reports))
+        verdict = self.store.get("verdict").decode()
+        self._leave_together("verdict/seen")
+        if error or verdict:
+            raise error or RankMismatchError(verdict)
+
+    def _leave_together(self, key: str) -> None:
+        """Let rank 0, which may keep the store, go on last."""
+        if self.store.add(key, 1) == self.size:
+            self.store.set(f"{key}/all", "")
+        if self.rank == 0:
+            self.store.wait([f"{key}/all"], timedelta(seconds=30))
+
+    def first_to_say(self, what: str) -> bool:
+        """Whether no other rank has asked for the same thing before; for error messages."""
+        try:
+            return self.store.add(f"said/{what}", 1) == 1
+        except RuntimeError:
+            return True
+
+    def start(self, backend: str) -> None:
+        """Create the two process groups."""
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("work", self.store),
+            rank=self.rank,
+            world_size=self.size,
+            timeout=TIMEOUT,
+        )
+        self.control = dist.new_group(backend="gloo", timeout=TIMEOUT)
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        dist.barrier(group=self.control)
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, on every rank. Collective."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.control)
+        return values
+
+    def from_first(self, value: T | None) -> T:
+        """Rank 0's value, on every rank. Collective."""
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self.control)
+        return values[0]  # type: ignore[return-value]
+
+    @contextmanager
+    def together(self, what: str, error_type: type[CorePluginError]) -> Iterator[None]:
+        """A block that either no rank fails in or all do. Collective at its end.
+
+        Args:
+            what: What the block does, for the message.
+            error_type: What every rank raises if one of them fails.
+        """
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as caught:
+            error = caught
+        failures = self.gather(error and f"{type(error).__name__}: {error}")
+        failed = [f"rank {r}: {text}" for r, text in enumerate(failures) if text]
+        if failed:
+            if isinstance(error, CorePluginError) and len(set(failures)) == 1:
+                raise error
+            raise error_type(f"{what} failed on " + "\n".join(failed)) from error
+
+
+def _verdict(reports: list[dict[str, Any]]) -> str:
+    """What failed on which rank, or a table of what differs among them; empty if all is well."""
+    failures = [f"rank {r}: {report['failure']}" for r, report in enumerate(reports)]
+    failures = [f for f, report in zip(failures, reports, strict=True) if report["failure"]]
+    return "\n".join(failures) or _mismatch([report["identity"] for report in reports])
+
+
+def _mismatch(identities: list[dict[str, str]]) -> str:
+    rows = []
+    for key in dict.fromkeys(key for identity in identities for key in identity):
+        values = [identity.get(key, "(not there)") for identity in identities]
+        if len(set(values)) > 1:
+            groups: dict[str, list[str]] = {}
+            for rank, value in enumerate(values):
+                groups.setdefault(value, []).append(str(rank))
+            rows += [f"  {key}: {v} (rank {', '.join(ranks)})" for v, ranks in groups.items()]
+    if not rows:
+        return ""
+    return (
+        "the ranks do not run the same thing:\n"
+        + "\n".join(rows)
+        + "\ninstall the same versions everywhere, and give every rank the same YAML"
+    )
+
+
+@contextmanager
+def join(place: Place | None) -> Iterator[World]:
+    """The world of this process, until the end of the block.
+
+    Without a place it is a world of one.
+    """
+    if place is None:
+        world = World(Place(), dist.HashStore())
+    else:
+        store, _, _ = next(iter(rendezvous("env://", timeout=TIMEOUT)))
+        world = World(place, store)
+    try:
+        yield world
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def backends(device: torch.device, backend: str) -> str:
+    """The process group's backends: the device's own, and gloo for what is on the CPU."""
+    return "gloo" if backend == "gloo" else f"cpu:gloo,{device.type}:{backend}"

@@ -1,0 +1,133 @@
+"""From meta to memory: values by seed and name, whatever the order of the calls."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from core_plugin.errors import ConfigError
+from core_plugin.training.materialize import Materializer
+
+CPU = torch.device("cpu")
+
+
+class Scale(nn.Module):
+    """A parameter and both kinds of buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3))
+        self.register_buffer("kept", torch.empty(3))
+        self.register_buffer("computed", torch.empty(3), persistent=False)
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight)
+        self.kept.fill_(2.0)
+        self.computed.fill_(3.0)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 3)
+        self.layers = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+        self.scale = Scale()
+        self.head = nn.Linear(3, 5)
+        self.head.weight = self.embedding.weight
+
+
+def build() -> Tied:
+    with torch.device("meta"):
+        return Tied()
+
+
+def reset(module: nn.Module) -> None:
+    module.reset_parameters()
+
+
+def materialized(parts=lambda m: [m], seed=0, **options) -> Tied:
+    model = build()
+    materialize = Materializer(model, CPU, seed, reset, str, **options)
+    for part in parts(model):
+        materialize(part)
+    return model
+
+
+def test_values_depend_on_seed_and_name_alone():
+    whole = materialized()
+    in_parts = materialized(lambda m: [m.head, m.layers[1], m.scale, m])
+    for name, tensor in whole.state_dict().items():
+        assert torch.equal(tensor, in_parts.state_dict()[name])
+    assert not torch.equal(whole.layers[0].weight, whole.layers[1].weight)
+    assert not torch.equal(whole.layers[0].weight, materialized(seed=1).layers[0].weight)
+
+
+def test_ties_buffers_and_flags_survive():
+    model = build()
+    model.layers[0].weight.requires_grad_(False)
+    Materializer(model, CPU, 0, reset, str)(model)
+    assert model.head.weight is model.embedding.weight
+    assert [p.requires_grad for p in model.layers[0].parameters()] == [False, True]
+    assert model.scale.kept.tolist() == [2.0] * 3
+    assert model.scale.computed.tolist() == [3.0] * 3
+    assert not any(t.is_meta for t in [*model.parameters(), *model.buffers()])
+
+
+def test_the_first_owner_initialises_a_tied_tensor():
+    model = materialized(lambda m: [m.head, m])
+    alone = materialized(lambda m: [m.embedding])
+    assert torch.equal(model.head.weight, alone.embedding.weight)
+
+
+def test_the_global_generator_is_left_alone():
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    materialized()
+    assert torch.equal(torch.rand(2), expected)
+
+
+def test_a_part_that_is_real_is_left_alone():
+    model = build()
+    materialize = Materializer(model, CPU, 0, reset, str)
+    materialize(model)
+    before = model.layers[0].weight
+    with torch.no_grad():
+        before.fill_(7.0)
+    materialize(model)
+    assert model.layers[0].weight is before
+    assert before.eq(7.0).all()
+
+
+def test_weights_come_from_files(tmp_path):
+    original = {n: torch.randn_like(t) for n, t in materialized().state_dict().items()}
+    del original["head.weight"]
+    save_file({n: t for n, t in original.items() if "layers" in n}, tmp_path / "1.safetensors")
+    save_file({n: t for n, t in original.items() if "layers" not in n}, tmp_path / "2.safetensors")
+    files = [str(tmp_path / "1.safetensors"), str(tmp_path / "2.safetensors")]
+    model = materialized(weights=files)
+    for name, tensor in original.items():
+        assert torch.equal(model.state_dict()[name], tensor)
+    assert model.scale.computed.tolist() == [3.0] * 3
+
+
+def test_weights_that_do_not_fit_are_refused_with_every_name(tmp_path):
+    state = materialized().state_dict()
+    del state["head.weight"]
+    state["layers.2.weight"] = state.pop("layers.0.weight")
+    save_file(state, tmp_path / "w.safetensors")
+    with pytest.raises(ConfigError) as caught:
+        materialized(weights=[str(tmp_path / "w.safetensors")])
+    assert "layers.0.weight is in no weights file (there is layers.2.weight" in str(caught.value)
+    assert "has layers.2.weight, which the model has not" in str(caught.value)
+
+
+def test_a_weight_of_another_shape_is_refused(tmp_path):
+    state = materialized().state_dict()
+    del state["head.weight"]
+    state["layers.0.bias"] = torch.zeros(4)
+    save_file(state, tmp_path / "w.safetensors")
+    with pytest.raises(ConfigError, match=r"layers.0.bias has the shape \(4,\), the model's"):
+        materialized(weights=[str(tmp_path / "w.safetensors")])

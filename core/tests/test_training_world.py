@@ -1,0 +1,60 @@
+"""Who the ranks are, and what an environment may not say."""
+
+from __future__ import annotations
+
+import pytest
+
+from core_plugin.errors import ConfigError
+from core_plugin.training.world import Place, place_from_environment
+
+TORCHRUN = {
+    "RANK": "3",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "4",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "host",
+    "MASTER_PORT": "1",
+}
+SLURM = {
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NTASKS": "4",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_JOB_ID": "77",
+    "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1",
+}
+
+
+def test_no_launcher_gives_no_place():
+    assert place_from_environment({"PATH": "/bin"}) is None
+    assert place_from_environment({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}) is None
+
+
+def test_torchruns_variables():
+    assert place_from_environment(TORCHRUN) == Place(3, 1, 4, 2)
+
+
+def test_slurms_variables(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    assert place_from_environment(SLURM) == Place(3, 1, 4, 2)
+
+
+def test_torchruns_variables_count_before_slurms():
+    assert place_from_environment({**SLURM, **TORCHRUN, "RANK": "2"}) == Place(2, 1, 4, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"RANK": "4"}, "contradict"),
+        ({"LOCAL_RANK": "2"}, "contradict"),
+        ({"RANK": "x"}, "RANK is no number"),
+        ({"WORLD_SIZE": None}, "not WORLD_SIZE"),
+        ({"MASTER_ADDR": None, "MASTER_PORT": None}, "not MASTER_ADDR, MASTER_PORT"),
+    ],
+)
+def test_contradictions_are_refused(changes, message):
+    environment = {k: v for k, v in {**TORCHRUN, **changes}.items() if v is not None}
+    with pytest.raises(ConfigError, match=message):
+        place_from_environment(environment)

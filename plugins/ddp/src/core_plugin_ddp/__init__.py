@@ -1,0 +1,3 @@
+"""DistributedDataParallel as a core-plugin strategy."""
+
+__version__ = "0.1.0"

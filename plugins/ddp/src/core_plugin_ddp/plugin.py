@@ -1,0 +1,82 @@
+"""The entry point: parameters and the strategy; torch is imported where it is used."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+from core_plugin.types import BaseDistributed, Capabilities
+from core_plugin.types.distributed import ShardContext
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.nn.parallel import DistributedDataParallel
+
+
+@dataclass(frozen=True)
+class DDPParams:
+    """How gradients are exchanged; see ``torch.nn.parallel.DistributedDataParallel``.
+
+    Attributes:
+        bucket_cap_mb: MiB of gradients in one all-reduce.
+        gradient_as_bucket_view: Let gradients share the buckets' memory.
+        static_graph: Every step uses the same parameters in the same order.
+        find_unused_parameters: Look for parameters without a gradient in every step.
+    """
+
+    bucket_cap_mb: float = 25.0
+    gradient_as_bucket_view: bool = True
+    static_graph: bool = False
+    find_unused_parameters: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.bucket_cap_mb > 0:
+            raise ValueError(f"bucket_cap_mb must be positive, got {self.bucket_cap_mb}")
+
+
+class DDP(BaseDistributed):
+    """Every rank holds the whole model; gradients are averaged in buckets during backward."""
+
+    Params = DDPParams
+    capabilities: ClassVar[Capabilities] = Capabilities()
+
+    @staticmethod
+    def create_mesh(params: DDPParams, device_type: str, world_size: int) -> DeviceMesh | None:
+        """None: the ranks are the default process group."""
+        return None
+
+    @staticmethod
+    def shard_model(model: nn.Module, params: DDPParams, context: ShardContext) -> nn.Module:
+        """Materialise the model on every rank and wrap it.
+
+        Raises:
+            ConfigError: No parameter is trained.
+        """
+        from torch.nn.parallel import DistributedDataParallel
+
+        from core_plugin.errors import ConfigError
+
+        if not any(p.requires_grad for p in model.parameters()):
+            raise ConfigError("ddp: no parameter of the model is trained; there is nothing to do")
+        context.materialize(model)
+        return DistributedDataParallel(
+            model,
+            device_ids=None if context.device.type == "cpu" else [context.device],
+            init_sync=False,  # materialisation gives all ranks the same values
+            bucket_cap_mb=params.bucket_cap_mb,
+            gradient_as_bucket_view=params.gradient_as_bucket_view,
+            static_graph=params.static_graph,
+            find_unused_parameters=params.find_unused_parameters,
+        )
+
+    @staticmethod
+    def unwrap_model(model: nn.Module) -> nn.Module:
+        """The module inside the wrapper."""
+        return cast("DistributedDataParallel", model).module  # type: ignore[no-any-return]
+
+    @staticmethod
+    def gradient_sync(model: nn.Module, enabled: bool) -> AbstractContextManager[Any]:
+        """Reduce the gradients in this pass's backward, or keep them on the rank."""
+        return nullcontext() if enabled else cast("DistributedDataParallel", model).no_sync()

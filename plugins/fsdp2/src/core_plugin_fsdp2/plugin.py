@@ -1,0 +1,67 @@
+"""The entry point: parameters and the strategy; torch is imported where it is used."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+
+from core_plugin.types import BaseDistributed, Capabilities
+from core_plugin.types.distributed import ShardContext
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule
+
+
+@dataclass(frozen=True)
+class FSDP2Params:
+    """How parameters are sharded; see ``torch.distributed.fsdp.fully_shard``.
+
+    Attributes:
+        reshard_after_forward: Free a block's whole parameters after its forward pass and gather
+            them again for backward (less memory, more communication).
+        reduce_dtype: What gradients are reduced in.
+    """
+
+    reshard_after_forward: bool = True
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+
+
+class FSDP2(BaseDistributed):
+    """Every rank holds a part of each parameter, gathered block by block when it is used."""
+
+    Params = FSDP2Params
+    capabilities: ClassVar[Capabilities] = Capabilities(sharded_state=True, mixed_precision=True)
+
+    @staticmethod
+    def create_mesh(params: FSDP2Params, device_type: str, world_size: int) -> DeviceMesh:
+        """One dimension over all ranks."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        return init_device_mesh(device_type, (world_size,), mesh_dim_names=("shard",))
+
+    @staticmethod
+    def shard_model(model: nn.Module, params: FSDP2Params, context: ShardContext) -> nn.Module:
+        """Materialise and shard one block after the other, then what is left.
+
+        No rank ever holds more than its shards and one whole block.
+
+        Raises:
+            ConfigError: The architecture names no blocks.
+        """
+        from core_plugin_fsdp2.sharding import shard
+
+        return shard(model, params, context)
+
+    @staticmethod
+    def unwrap_model(model: nn.Module) -> nn.Module:
+        """The model: ``fully_shard`` changes it in place."""
+        return model
+
+    @staticmethod
+    def gradient_sync(model: nn.Module, enabled: bool) -> AbstractContextManager[Any]:
+        """Reduce-scatter the gradients in this pass's backward, or keep them whole."""
+        cast("FSDPModule", model).set_requires_gradient_sync(enabled)
+        return nullcontext()

@@ -1,0 +1,249 @@
+"""A third-party distribution with a plugin of every type, for the tests.
+
+Each does what a built-in (or one of the published packages) does, and writes down which of its
+methods was called: a line ``type.method`` in ``$RECORDER_DIRECTORY/calls-<pid>``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import os
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from core_plugin.builtin.decoder import Decoder
+from core_plugin.builtin.device import CPU
+from core_plugin.builtin.launcher import Torchrun
+from core_plugin.builtin.text import Text
+from core_plugin.contract import contract_methods
+from core_plugin.types import (
+    BaseData,
+    BaseDevice,
+    BaseDistributed,
+    BaseLauncher,
+    BaseModel,
+    BasePeft,
+    hookimpl,
+)
+from core_plugin_fsdp2.plugin import FSDP2
+from core_plugin_lora.plugin import LoRA
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from core_plugin.types import Run
+
+
+def directory() -> Path:
+    return Path(os.environ["RECORDER_DIRECTORY"])
+
+
+def note(call: str) -> None:
+    with (directory() / f"calls-{os.getpid()}").open("a") as file:
+        file.write(call + "\n")
+
+
+def recorded(type_name: str, contract: type) -> Any:
+    """A class decorator: every method of the contract is written down when it is called."""
+
+    def decorate(cls: type) -> type:
+        for name in contract_methods(contract):
+            setattr(cls, name, staticmethod(noting(f"{type_name}.{name}", getattr(cls, name))))
+        return cls
+
+    return decorate
+
+
+def noting(call: str, method: Any) -> Any:
+    @functools.wraps(method)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        note(call)
+        return method(*args, **kwargs)
+
+    noted.__signature__ = inspect.signature(method)
+    return noted
+
+
+@recorded("device", BaseDevice)
+class RecordingDevice(CPU):
+    @staticmethod
+    def rng_state(device: Any) -> Any:
+        """A generator of its own, as an accelerator has."""
+        import torch
+
+        return torch.zeros(8, dtype=torch.uint8)
+
+    @staticmethod
+    def set_rng_state(device: Any, state: Any) -> None:
+        assert state.numel() == 8
+
+
+@recorded("model", BaseModel)
+class RecordingModel(Decoder):
+    """The decoder in float64, so that gradients can be compared closely."""
+
+    @staticmethod
+    def build(params: Any, vocabulary_size: int) -> nn.Module:
+        return Decoder.build(params, vocabulary_size).double()
+
+
+@recorded("data", BaseData)
+class RecordingData(Text):
+    pass
+
+
+@recorded("peft", BasePeft)
+class RecordingPeft(LoRA):
+    pass
+
+
+@recorded("distributed", BaseDistributed)
+class RecordingDistributed(FSDP2):
+    pass
+
+
+@recorded("launcher", BaseLauncher)
+class RecordingLauncher(Torchrun):
+    pass
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerParams:
+    lr: float = 0.1
+    momentum: float = 0.9
+
+
+def optimizer(model: nn.Module, params: OptimizerParams) -> Any:
+    """SGD that writes every step's whole gradients into ``grads-<step>.pt``."""
+    import torch
+
+    from core_plugin.state import canonical_name, gather
+
+    note("optimizer")
+    names = {p: canonical_name(n).removeprefix("module.") for n, p in model.named_parameters()}
+
+    class Recording(torch.optim.SGD):
+        steps = 0
+
+        def step(self, closure: Any = None) -> None:
+            grads = {names[p]: gather(p.grad) for p in names if p.grad is not None}
+            if int(os.environ.get("RANK", 0)) == 0:
+                torch.save(grads, directory() / f"grads-{self.steps}.pt")
+            self.steps += 1
+            super().step(closure)
+
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return Recording(trained, lr=params.lr, momentum=params.momentum)
+
+
+def scheduler(optimizer: Any, params: Any, *, steps: int) -> Any:
+    import torch
+
+    note("scheduler")
+    return torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, steps)
+
+
+def kernel(model: nn.Module, params: Any) -> nn.Module:
+    note("kernel")
+    assert all(p.is_meta for p in model.parameters())
+    return model
+
+
+class RecordingHook:
+    @hookimpl
+    def on_start(self, run: Run) -> None:
+        note("hook.on_start")
+
+    @hookimpl
+    def on_step(self, run: Run) -> None:
+        note("hook.on_step")
+
+    @hookimpl
+    def on_log(self, run: Run, metrics: Any) -> None:
+        note("hook.on_log")
+
+    @hookimpl
+    def on_checkpoint(self, run: Run, path: Path) -> None:
+        note("hook.on_checkpoint")
+
+    @hookimpl
+    def on_end(self, run: Run) -> None:
+        note("hook.on_end")
+
+    @hookimpl
+    def on_error(self, run: Run, error: BaseException) -> None:
+        note(f"hook.on_error {type(error).__name__}")
+
+
+def hook(params: Any, run: Run) -> RecordingHook:
+    return RecordingHook()
+
+
+@dataclasses.dataclass(frozen=True)
+class FaultsParams:
+    """What goes wrong, on which rank, after which step."""
+
+    step: int
+    rank: int = 0
+    what: str = "kill"
+    once: bool = False
+
+
+def faults(params: FaultsParams, run: Run) -> object | None:
+    class Faults:
+        @hookimpl
+        def on_step(self, run: Run) -> None:
+            if run.step != params.step or run.rank != params.rank:
+                return
+            if params.once and (marker := directory() / "done").exists():
+                return
+            if params.once:
+                marker.touch()
+            if params.what == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif params.what == "raise":
+                raise ValueError("a fault of this hook")
+            elif params.what == "interrupt":
+                os.kill(os.getpid(), signal.SIGINT)
+            elif params.what == "full disk":
+                _fill_disk()
+
+    return Faults()
+
+
+def _fill_disk() -> None:
+    """From now on, writing a tensor file fails on this rank as it does on a full disk."""
+    from torch.distributed.checkpoint import filesystem
+
+    def write(*args: Any, **kwargs: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    filesystem._write_item = write
+
+
+def collectives(params: Any, run: Run) -> object:
+    """Counts the collectives of a run's steps and writes them to ``collectives-<rank>.json``."""
+    import json
+
+    import torch
+
+    class Collectives:
+        @hookimpl
+        def on_start(self, run: Run) -> None:
+            self.profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+            self.profile.start()
+
+        @hookimpl
+        def on_step(self, run: Run) -> None:
+            if run.step != run.steps:
+                return
+            self.profile.stop()
+            counts = {
+                e.key: e.count for e in self.profile.key_averages() if e.key.startswith("c10d::")
+            }
+            (directory() / f"collectives-{run.rank}.json").write_text(json.dumps(counts))
+
+    return Collectives()
