@@ -44,7 +44,9 @@ class Run:
 
 
 class Events:
-    """The events of a run, called on every rank.
+    """The events of a run, called on every rank. A hook may leave arguments out.
+
+    A run that a signal stops saves: ``on_checkpoint`` is then its last event.
 
     A hook may do collective work in ``on_start``, ``on_checkpoint`` and ``on_end`` only, and then
     on all ranks alike.
