@@ -22,7 +22,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
     from importlib_metadata import IDistribution as Metadata
 
@@ -68,6 +68,11 @@ class Candidate:
 
     def __str__(self) -> str:
         return f"{self.value} of {self.distribution}"
+
+    @property
+    def type_name(self) -> str:
+        """The name of the plugin type."""
+        return self.group.removeprefix(GROUP_PREFIX)
 
     @property
     def entry_point(self) -> importlib_metadata.EntryPoint:
@@ -155,7 +160,7 @@ class _Source:
 
     def __init__(self, metadata: Metadata) -> None:
         self.metadata = metadata
-        self.location = str(metadata)
+        self.location = str(metadata).rstrip("/")  # a zip's directories end with one
         parent, self.file = os.path.split(self.location)
         self.directory = os.path.realpath(parent)
 
@@ -168,19 +173,19 @@ class _Source:
         match = _INFO_NAME.fullmatch(self.file)
         if match and _version(match["version"] or "0"):
             return canonicalize_name(match[1])
-        return canonicalize_name(self._field("Name") or self.file.rpartition(".")[0])
+        return canonicalize_name(self._fields.get("Name") or self.file.rpartition(".")[0])
 
     @functools.cached_property
     def version(self) -> Version:
         """The version; the lowest one if there is none that can be read."""
         match = _INFO_NAME.fullmatch(self.file)
-        written = match["version"] if match and match["version"] else self._field("Version")
+        written = match["version"] if match and match["version"] else self._fields.get("Version")
         return _version(written or "0") or Version("0")
 
     @functools.cached_property
     def is_complete(self) -> bool:
         """Whether there is metadata; what an interrupted uninstallation leaves has none."""
-        return bool(self._field("Name"))
+        return bool(self._fields.get("Name"))
 
     def entry_points(self, problems: list[Problem]) -> str | None:
         """The text of ``entry_points.txt`` if it mentions one of our groups."""
@@ -201,7 +206,7 @@ class _Source:
         """The distribution's name, version and requirements, unless they cannot be read."""
         if not self.is_complete:
             message = "has entry points but no readable METADATA, so its plugins are ignored"
-        elif not _version(version := self._field("Version") or ""):
+        elif not _version(version := self._fields.get("Version") or ""):
             message = f"has the version {version!r}, which is none, so its plugins are ignored"
         else:
             requires = tuple(self.metadata.requires or ())
@@ -210,11 +215,13 @@ class _Source:
         problems.append(Problem(self.location, message, fix))
         return None
 
-    def _field(self, name: str) -> str | None:
+    @functools.cached_property
+    def _fields(self) -> Mapping[str, str]:
         try:
-            return self.metadata.metadata[name]
+            fields = self.metadata.metadata
+            return {name: fields[name] for name in fields}
         except Exception:  # the file is not there, not text, or in a broken archive
-            return None
+            return {}
 
 
 def _version(text: str) -> Version | None:

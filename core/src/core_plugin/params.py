@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import inspect
 import typing
 from collections.abc import Iterable, Mapping, Sequence
@@ -65,17 +66,21 @@ def parse_params(config: Any, params_type: type[T], origin: Origin) -> T:
         )
     document = _as_json(config, origin)
     try:
-        return _adapter(params_type).validate_json(document, strict=True, extra="forbid")
+        params: T = _adapter(params_type).validate_json(document, strict=True, extra="forbid")
     except ValidationError as error:
         raise ConfigError(*_faults(error, params_type, config, origin)) from None
+    return params
 
 
-def json_schema(params_type: type) -> dict[str, Any]:
+def json_schema(params_type: Any) -> dict[str, Any]:
     """The JSON schema of a parameter dataclass; unknown fields are refused by it too."""
     schema = _adapter(params_type).json_schema()
     for part in (schema, *schema.get("$defs", {}).values()):
         if "properties" in part:
             part["additionalProperties"] = False
+    for field in dataclasses.fields(params_type):
+        if not field.init:
+            schema["properties"].pop(field.name, None)
     return schema
 
 
@@ -93,7 +98,7 @@ def _as_json(config: Mapping[str, Any], origin: Origin) -> bytes:
     try:
         return pydantic_core.to_json(dict(config), inf_nan_mode="constants", fallback=_mapping)
     except pydantic_core.PydanticSerializationError as error:
-        raise TypeError(f"{origin.path}: no configuration holds this: {error}") from None
+        raise ConfigError(origin.fault(f"holds what no configuration can: {error}")) from None
 
 
 def _mapping(value: object) -> dict[Any, Any]:
@@ -102,9 +107,12 @@ def _mapping(value: object) -> dict[Any, Any]:
     raise TypeError(f"{value!r}, a {type(value).__name__}")
 
 
-def _adapter(params_type: type[T]) -> TypeAdapter[T]:
+@functools.lru_cache
+def _adapter(params_type: Any) -> TypeAdapter[Any]:
     try:
-        return TypeAdapter(params_type)
+        adapter = TypeAdapter(params_type)
+        adapter.rebuild()  # raises what the line before puts off
+        return adapter
     except (PydanticUserError, NameError) as error:
         raise PluginContractError(
             f"{params_type.__module__}.{params_type.__qualname__} has a field whose type cannot "
@@ -137,6 +145,8 @@ def _message(fault: Any, params_type: type) -> str:
     if fault["type"] in ("value_error", "assertion_error"):
         return str(fault["ctx"]["error"])
     message: str = fault["msg"].replace("Input should", "must")
+    for of_json, of_yaml in (("valid array", "list"), ("an object", "a mapping")):
+        message = message.replace(of_json, of_yaml)
     return message[0].lower() + message[1:]
 
 

@@ -125,9 +125,14 @@ def active() -> Policy:
 
 
 def use(policy: Policy) -> None:
-    """Make a run's lists count for every plugin that is resolved from now on."""
+    """Make a run's lists count for every plugin that is resolved from now on.
+
+    Raises:
+        ConfigError: An entry in the environment is not a distribution's name.
+    """
     global _run_policy
     _run_policy = policy
+    active()
 
 
 def contenders(candidates: Iterable[Candidate]) -> list[Candidate]:

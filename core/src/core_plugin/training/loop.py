@@ -18,10 +18,10 @@ from core_plugin import config as run_config
 from core_plugin import provenance
 from core_plugin.config import RunConfig
 from core_plugin.errors import TrainingError
-from core_plugin.training import resume, setup
+from core_plugin.training import assembly, resume
+from core_plugin.training.assembly import Training
 from core_plugin.training.batches import supervised_tokens
 from core_plugin.training.checkpoint import Checkpoints
-from core_plugin.training.setup import Training
 from core_plugin.training.stop import StopRequest, on_signals
 from core_plugin.training.world import World, backends
 from core_plugin.types.hook import Events, Run
@@ -41,7 +41,7 @@ def train(config: RunConfig, world: World) -> Outcome:
         CorePluginError: What the user can mend; the others end as well.
     """
     with world.agreement(provenance.identity(config)):
-        device = setup.select_device(config, world)
+        device = assembly.select_device(config, world)
     world.start(backends(device, config["device"].implementation.collective_backend(device)))
     torch.use_deterministic_algorithms(config.train.deterministic)
 
@@ -50,7 +50,7 @@ def train(config: RunConfig, world: World) -> Outcome:
     with world.together("choosing a checkpoint", TrainingError):
         start = resume.choose(config, checkpoints)
 
-    training = setup.build(config, device, world)
+    training = assembly.build(config, device, world)
     resume.seed_rank(config, world, 0)
     if start is not None:
         with world.together(f"loading {start}", TrainingError):

@@ -14,8 +14,8 @@ import torch
 from core_plugin import provenance
 from core_plugin.config import RunConfig
 from core_plugin.errors import CheckpointError, ConfigError
+from core_plugin.training.assembly import Training
 from core_plugin.training.checkpoint import Checkpoints, rng_state, seed_everything, set_rng_state
-from core_plugin.training.setup import Training
 from core_plugin.training.world import World
 
 RUN_FILE = "run.json"

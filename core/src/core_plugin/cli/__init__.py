@@ -1,0 +1,59 @@
+"""The command line: one file a command."""
+
+import sys
+import warnings
+from typing import Annotated, Any
+
+import typer
+
+from core_plugin import CorePluginError, __version__
+from core_plugin.cli import doctor, info, listing, schema, train, validate
+from core_plugin.cli.arguments import Debug
+
+app = typer.Typer(
+    help="Train with PyTorch: one YAML file, every part of it a plugin.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+app.command("train")(train.train)
+app.command("validate")(validate.validate)
+app.command("list")(listing.list_plugins)
+app.command("info")(info.info)
+app.command("doctor")(doctor.doctor)
+app.command("schema")(schema.schema)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"core-plugin {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version.", is_eager=True, callback=_print_version
+        ),
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    pass  # --debug is looked for by main, wherever it stands
+
+
+def main() -> None:
+    """Run the command line; a user's mistake is a message without a traceback."""
+    warnings.showwarning = _show_warning
+    try:
+        app()
+    except CorePluginError as error:
+        if "--debug" in sys.argv:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    print(f"warning: {message}", file=sys.stderr)

@@ -1,0 +1,110 @@
+"""``core-plugin info``."""
+
+import dataclasses
+import inspect
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import typer
+
+from core_plugin import config, params
+from core_plugin.cli.arguments import Json
+from core_plugin.cli.output import console, print_json
+from core_plugin.errors import PluginNotFoundError
+from core_plugin.plugin import BasePlugin
+
+
+def info(
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="A plugin's name, such as fsdp2, optimizer/muon or acme:muon.",
+            show_default=False,
+        ),
+    ],
+    as_json: Json = False,
+) -> None:
+    """Show a plugin: where it comes from, what it does, and its parameters."""
+    found = [_describe(route) for route in _routes(name)]
+    if as_json:
+        print_json(found)
+        return
+    for plugin in found:
+        _print(plugin)
+
+
+def _print(plugin: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    out = console()
+    out.print(f"{plugin['type']} {plugin['name']}", style="bold", end="  ")
+    out.print(plugin["origin"])
+    for text in filter(None, (plugin["doc"], plugin["params_doc"])):
+        out.print(text + "\n")
+    if not plugin["params"]:
+        out.print("no parameters")
+        return
+    table = Table(box=None, pad_edge=False)
+    for title in ("parameter", "type", "default"):
+        table.add_column(title, overflow="fold")
+    for field in plugin["params"]:
+        table.add_row(field["name"], field["type"], field["default"])
+    out.print(table)
+
+
+def _routes(name: str) -> list[BasePlugin]:
+    """The plugins of the name, in all types or in the one before a slash."""
+    wanted, slash, plain = name.rpartition("/")
+    types = {slot.plugin_type.type_name: slot.plugin_type for slot in config.SLOTS.values()}
+    if slash and wanted not in types:
+        raise PluginNotFoundError(
+            f"there is no plugin type {wanted!r}; the types are {', '.join(types)}"
+        )
+    chosen = [types[wanted]] if slash else list(types.values())
+    bare = plain.rpartition(":")[2]
+    routes = [t(plain) for t in chosen if bare in t.names()]
+    if not routes:
+        everything = sorted({n for t in chosen for n in t.names()})
+        close = params.near(bare, everything)
+        hint = f"did you mean {close}?" if close else f"installed: {', '.join(everything)}"
+        raise PluginNotFoundError(f"no plugin is called {name!r}; {hint}")
+    return routes
+
+
+def _describe(route: BasePlugin) -> dict[str, Any]:
+    implementation, params_type = route.resolve(), route.params_type()
+    distribution = route.registration().distribution
+    return {
+        "type": type(route).type_name,
+        "name": route.name,
+        "origin": route.registration().origin,
+        "distribution": distribution and distribution.name,
+        "version": distribution and distribution.version,
+        "doc": inspect.getdoc(implementation) or "",
+        "params_doc": _own_doc(params_type),
+        "params": list(_fields(params_type)),
+        "schema": params.json_schema(params_type),
+    }
+
+
+def _own_doc(params_type: type) -> str:
+    """The docstring, unless it is the signature that a dataclass gets for want of one."""
+    doc = inspect.getdoc(params_type) or ""
+    is_signature = doc.startswith(f"{params_type.__name__}(")
+    return "" if is_signature or not list(_fields(params_type)) else doc
+
+
+def _fields(params_type: Any) -> Iterator[dict[str, str]]:
+    for field in dataclasses.fields(params_type):
+        if not field.init:
+            continue
+        annotation = field.type
+        if not isinstance(annotation, str):
+            annotation = inspect.formatannotation(annotation)
+        if field.default is not dataclasses.MISSING:
+            default = repr(field.default)
+        elif field.default_factory is not dataclasses.MISSING:
+            default = repr(field.default_factory())
+        else:
+            default = "(required)"
+        yield {"name": field.name, "type": annotation, "default": default}
