@@ -125,8 +125,7 @@ def test_another_optimizers_state_is_an_error(tmp_path):
     directory = saved(tmp_path, *trained(torch.optim.SGD, momentum=0.9))
     fresh = Net()
     optimizer = torch.optim.SGD(
-        [{"params": fresh.first.parameters()}, {"params": fresh.last.parameters()}]
-        + [{"params": fresh.norm.parameters()}]
+        [{"params": part.parameters()} for part in (fresh.first, fresh.last, fresh.norm)]
     )
     with pytest.raises(CheckpointError, match="other parameter groups"):
         state.load(fresh, optimizer, directory, include_frozen=True)

@@ -36,11 +36,11 @@ def start_ranks(workspace, file: Path, ranks: int, *, options=(), paths=()):
     }
     processes = []
     for rank in range(ranks):
+        changes = options[rank] if options else ()
         path = os.pathsep.join([*(paths[rank] if paths else ()), environment["PYTHONPATH"]])
         processes.append(
             subprocess.Popen(
-                [sys.executable, "-c", RANK_SCRIPT, str(rank), str(file)]
-                + list(options[rank] if options else ()),
+                [sys.executable, "-c", RANK_SCRIPT, str(rank), str(file), *changes],
                 cwd=workspace.path,
                 env={**environment, "PYTHONPATH": path},
                 stdout=subprocess.PIPE,
@@ -107,9 +107,9 @@ def test_ranks_that_agree_train(workspace):
 
 def test_torchrun_starts_the_ranks_of_a_run(workspace):
     file = workspace.write(workspace.small(distributed="fsdp2"), 2, "run")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        + ["-m", "core_plugin", "train", str(file)],
+        [*torchrun, "-m", "core_plugin", "train", str(file)],
         cwd=workspace.path,
         env=workspace.environment,
         capture_output=True,

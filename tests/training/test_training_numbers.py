@@ -9,8 +9,8 @@ import torch
 from torch.nn import functional as F
 
 from core_plugin import state
+from core_plugin.training.assembly import build_model
 from core_plugin.training.materialize import Materializer
-from core_plugin.training.setup import build_model
 
 SETTINGS = {"steps": 2, "global_batch_size": 5, "micro_batch_size": 2, "max_grad_norm": None}
 DOCUMENT = {

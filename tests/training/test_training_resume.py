@@ -225,10 +225,8 @@ def test_another_models_checkpoint_is_refused_by_its_tensors(workspace):
     document = job(workspace, "none")
     workspace.train({**document, "train": {**STEPS, "steps": 2}})
     model = {**document["model"], "intermediate_size": 24, "tie_embeddings": True}
-    code, output = workspace.run(
-        ["train", str(workspace.write({**document, "model": model}, 1, "run")), "--resume"]
-        + ["checkpoint.allow_changes=true"]
-    )
+    file = workspace.write({**document, "model": model}, 1, "run")
+    code, output = workspace.run(["train", str(file), "--resume", "checkpoint.allow_changes=true"])
     assert code == 1, output
     assert "model.lm_head.weight is in it, but not in the run" in output
     assert "has the shape" in output

@@ -15,8 +15,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
-from core_plugin_muon import Muon, optimizer, route
-from core_plugin_muon.plugin import Params, muon
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
@@ -29,6 +27,9 @@ from torch.distributed.tensor import (
     init_device_mesh,
 )
 from torch.nn.parallel import DistributedDataParallel
+
+from core_plugin_muon import Muon, optimizer, route
+from core_plugin_muon.plugin import Params, muon
 
 # As (outputs, inputs): uneven and even row blocks, ranks without rows, tall, wide and square.
 LAYERS = [(65, 48), (48, 96), (64, 64), (1, 32), (3, 7), (2, 40), (40, 4)]

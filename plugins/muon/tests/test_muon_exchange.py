@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from core_plugin_muon.exchange import assign_owners, flops, plan_exchange, rows_on_rank
 from hypothesis import given
 from hypothesis import strategies as st
+
+from core_plugin_muon.exchange import assign_owners, flops, plan_exchange, rows_on_rank
 
 SHAPES = st.lists(st.tuples(st.integers(1, 500), st.integers(1, 500)), min_size=1, max_size=40)
 

@@ -4,9 +4,10 @@ import math
 
 import pytest
 import torch
-from core_plugin_muon.newton_schulz import COEFFICIENTS, orthogonalize, update_scale, working_dtype
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from core_plugin_muon.newton_schulz import COEFFICIENTS, orthogonalize, update_scale, working_dtype
 
 
 def oracle(matrix: torch.Tensor, steps: int) -> torch.Tensor:

@@ -5,8 +5,9 @@ import io
 
 import pytest
 import torch
-from core_plugin_muon import Muon
 from torch import nn
+
+from core_plugin_muon import Muon
 
 SHAPES = [(16, 16), (8, 24), (24, 8), (3, 5)]
 

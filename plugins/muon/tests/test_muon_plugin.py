@@ -7,9 +7,10 @@ from importlib.metadata import EntryPoint
 
 import pytest
 import torch
+from torch import nn
+
 from core_plugin_muon import Muon
 from core_plugin_muon.plugin import Params, muon
-from torch import nn
 
 
 def model() -> nn.Module:

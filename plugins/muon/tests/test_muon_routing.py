@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from core_plugin_muon.routing import format_routes, route
 from torch import nn
+
+from core_plugin_muon.routing import format_routes, route
 
 VOCABULARY, WIDTH = 50, 8
 
