@@ -11,8 +11,10 @@ import functools
 import importlib.util
 import os
 import re
+import sys
 import threading
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import importlib_metadata
@@ -22,7 +24,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from importlib_metadata import IDistribution as Metadata
 
@@ -30,6 +32,7 @@ GROUP_PREFIX = "core_plugin."
 CORE = "core-plugin"
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
+_PLAIN_NAME = re.compile(r"([^-]+)-[0-9]+(?:\.[0-9]+)*\.dist-info")
 _INFO_NAME = re.compile(r"([^-]+)(-(?P<version>\d[^-]*)(-py\d.*)?)?\.(dist|egg)-info", re.I)
 """A metadata directory whose name tells the distribution's: its name has no dash."""
 
@@ -101,6 +104,9 @@ class Scan:
     candidates: tuple[Candidate, ...] = ()
     problems: tuple[Problem, ...] = ()
 
+    versions: Mapping[str, Version] = field(default_factory=dict)
+    """Of what a plugin may need besides core-plugin."""
+
     def group(self, group: str) -> tuple[Candidate, ...]:
         """The candidates of one entry-point group."""
         return tuple(c for c in self.candidates if c.group == group)
@@ -115,7 +121,7 @@ def scan() -> Scan:
     global _scan
     with _lock:
         if _scan is None:
-            _scan = scan_distributions(importlib_metadata.distributions())
+            _scan = scan_distributions(_installed())
         return _scan
 
 
@@ -126,6 +132,50 @@ def forget() -> None:
         _scan = None
         _installed_version.cache_clear()
         importlib_metadata.MetadataPathFinder.invalidate_caches()
+
+
+class _Directory(importlib_metadata.PathDistribution):
+    """A metadata directory, read without pathlib, which costs more than the reading does."""
+
+    def __init__(self, location: str) -> None:
+        self._location = location
+
+    @functools.cached_property
+    def _path(self) -> Path:  # type: ignore[override]
+        return Path(self._location)
+
+    def __str__(self) -> str:
+        return self._location
+
+    def read_text(self, filename: str | os.PathLike[str]) -> str | None:
+        """The text of a file in it, or None if it is not there or may not be read."""
+        if not filename:  # for an .egg-info that is one file
+            return super().read_text(filename)
+        try:
+            descriptor = os.open(f"{self._location}/{filename}", os.O_RDONLY)
+        except NotADirectoryError:  # an .egg-info that is one file
+            return super().read_text(filename)
+        except (FileNotFoundError, PermissionError):
+            return None
+        with open(descriptor, "rb", buffering=0) as file:
+            return file.read().decode()
+
+
+def _installed() -> Iterator[Metadata]:
+    """What importlib_metadata finds on the path; directories are listed here, which is faster."""
+    for entry in dict.fromkeys(sys.path):
+        try:
+            files = os.listdir(entry or ".")
+        except OSError:
+            files = None
+        if files is None or entry.lower().endswith(".egg"):
+            if os.path.exists(entry):
+                yield from importlib_metadata.distributions(path=[entry])
+            continue
+        for file in files:
+            if file.lower().endswith((".dist-info", ".egg-info")):
+                yield _Directory(os.path.join(entry, file))
+    yield from importlib_metadata.distributions(path=[])  # other finders'
 
 
 def scan_distributions(distributions: Iterable[Metadata]) -> Scan:
@@ -152,17 +202,18 @@ def scan_distributions(distributions: Iterable[Metadata]) -> Scan:
         for group, name, value in _parse(text, source.location, problems):
             candidates.append(Candidate(group, name, value, distribution, shadowed_by))
     candidates.sort(key=lambda c: (c.group, c.name, c.distribution.name, c.distribution.location))
-    return Scan(tuple(candidates), tuple(dict.fromkeys(problems)))
+    versions = {s.name: s.version for s in reversed(sources) if s.name == "torch"}
+    return Scan(tuple(candidates), tuple(dict.fromkeys(problems)), versions)
 
 
 class _Source:
     """A metadata directory: where it is, what it is called, and what can be read from it."""
 
-    def __init__(self, metadata: Metadata) -> None:
+    def __init__(self, metadata: Metadata, real: Callable[[str], str]) -> None:
         self.metadata = metadata
         self.location = str(metadata).rstrip("/")  # a zip's directories end with one
         parent, self.file = os.path.split(self.location)
-        self.directory = os.path.realpath(parent)
+        self.directory = real(parent)
 
     @functools.cached_property
     def name(self) -> str:
@@ -170,6 +221,8 @@ class _Source:
 
         ``acme-extra.egg-info`` is not a distribution called acme.
         """
+        if match := _PLAIN_NAME.fullmatch(self.file):
+            return canonicalize_name(match[1])
         match = _INFO_NAME.fullmatch(self.file)
         if match and _version(match["version"] or "0"):
             return canonicalize_name(match[1])
@@ -209,7 +262,7 @@ class _Source:
         elif not _version(version := self._fields.get("Version") or ""):
             message = f"has the version {version!r}, which is none, so its plugins are ignored"
         else:
-            requires = tuple(self.metadata.requires or ())
+            requires = tuple(_requires(self.metadata))
             return Distribution(self.name, version, self.location, requires, self.metadata)
         fix = f"remove the directory and re-install {self.name}"
         problems.append(Problem(self.location, message, fix))
@@ -218,10 +271,24 @@ class _Source:
     @functools.cached_property
     def _fields(self) -> Mapping[str, str]:
         try:
-            fields = self.metadata.metadata
-            return {name: fields[name] for name in fields}
+            read = self.metadata.read_text
+            headers = _headers(read("METADATA") or read("PKG-INFO") or read("") or "")
+            return dict(reversed(headers))
         except Exception:  # the file is not there, not text, or in a broken archive
             return {}
+
+
+def _requires(metadata: Metadata) -> Iterable[str]:
+    text = metadata.read_text("METADATA")
+    if text is None:  # an egg-info, whose requirements stand elsewhere and otherwise
+        return metadata.requires or ()
+    return [value for name, value in _headers(text) if name == "Requires-Dist"]
+
+
+def _headers(text: str) -> list[tuple[str, str]]:
+    """The header lines of METADATA; the email package would take longer to import than a scan."""
+    lines = text.replace("\r\n", "\n").partition("\n\n")[0].splitlines()
+    return [(name, value) for name, _, value in (line.partition(": ") for line in lines)]
 
 
 def _version(text: str) -> Version | None:
@@ -238,9 +305,10 @@ def _sources(distributions: Iterable[Metadata], problems: list[Problem]) -> Iter
     """
     positions: dict[str, int] = {}
     sources: dict[tuple[str, str], _Source] = {}
+    real = functools.cache(os.path.realpath)
     try:
         for metadata in distributions:
-            source = _Source(metadata)
+            source = _Source(metadata, real)
             positions.setdefault(source.directory, len(positions))
             sources.setdefault((source.directory, source.file), source)
     except Exception as error:
@@ -348,7 +416,4 @@ def _installed_version(name: str) -> Version | None:
         from core_plugin import __version__
 
         return Version(__version__)
-    try:
-        return _version(importlib_metadata.version(name))
-    except Exception:  # it is not there, or its metadata are broken
-        return None
+    return scan().versions.get(name)

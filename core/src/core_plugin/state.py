@@ -12,7 +12,8 @@ This module imports torch, so the light ones import it where they use it.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -187,7 +189,8 @@ def save(model: nn.Module, optimizer: Optimizer, directory: Path, *, include_fro
     if _rank() == 0:
         text = json.dumps(_plain_state(model, optimizer))
         (directory / OPTIMIZER_FILE).write_text(text, encoding="utf-8")
-    dcp.save(_detached(tensors), checkpoint_id=directory, no_dist=not dist.is_initialized())
+    with _torch_errors(f"{directory} cannot be written"):
+        dcp.save(_detached(tensors), checkpoint_id=directory, no_dist=not dist.is_initialized())
 
 
 def _checkpoint_tensors(model: nn.Module, include_frozen: bool) -> dict[str, Tensor]:
@@ -196,6 +199,16 @@ def _checkpoint_tensors(model: nn.Module, include_frozen: bool) -> dict[str, Ten
         for name, tensor in model_tensors(model).items()
         if include_frozen or tensor.requires_grad or not isinstance(tensor, nn.Parameter)
     }
+
+
+@contextmanager
+def _torch_errors(what: str) -> Iterator[None]:
+    """Raise what torch collected from all ranks, which is no ``Exception``, as our own error."""
+    try:
+        yield
+    except CheckpointException as error:
+        failures = [f"rank {r}: {e[0]!r}" for r, e in sorted(error.failures.items())]
+        raise CheckpointError("\n  ".join([f"{what}:", *failures])) from error
 
 
 def _detached(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -221,7 +234,8 @@ def load(model: nn.Module, optimizer: Optimizer, directory: Path, *, include_fro
     faults = _differences(tensors, metadata) + _group_differences(model, optimizer, plain["groups"])
     if faults:
         raise CheckpointError(f"{directory} does not fit the run:\n  " + "\n  ".join(faults))
-    dcp.load(_detached(tensors), checkpoint_id=directory, no_dist=not dist.is_initialized())
+    with _torch_errors(f"{directory} cannot be read"):
+        dcp.load(_detached(tensors), checkpoint_id=directory, no_dist=not dist.is_initialized())
     owned = _owned(model, optimizer)
     for name, entries in state.items():
         optimizer.state[owned[name]] = entries

@@ -20,7 +20,7 @@ from core_plugin.config import RunConfig
 from core_plugin.errors import TrainingError
 from core_plugin.training import assembly, resume
 from core_plugin.training.assembly import Training
-from core_plugin.training.batches import supervised_tokens
+from core_plugin.training.batches import Batch, supervised_tokens
 from core_plugin.training.checkpoint import Checkpoints
 from core_plugin.training.stop import StopRequest, on_signals
 from core_plugin.training.world import World, backends
@@ -112,8 +112,7 @@ def _steps(
         events.on_checkpoint(run=run, path=path)
 
     events.on_start(run=run)
-    while training.step < settings.steps and not stepper.stopped:
-        stepper.step()
+    while training.step < settings.steps and stepper.step():
         run.step = training.step
         events.on_step(run=run)
         if training.step % settings.log_every == 0 or training.step == settings.steps:
@@ -142,44 +141,43 @@ class Stepper:
         self._autocast = _autocast(training)
         averaged = training.strategy.capabilities.averages_gradients
         self._gradient_factor = training.world.size if averaged else 1
-        self.stopped = False
         self.loss_sum = torch.zeros((), device=training.device)
         self.token_sum = 0
         self.grad_norm = torch.zeros(())
+        self._read(training.step)
 
-    def step(self) -> None:
-        """Take one step.
+    def _read(self, step: int) -> None:
+        """Read a step's batches, and begin to add up over the ranks how many tokens they have.
 
-        The loss is the mean over all supervised tokens of the global batch: each micro-batch's
-        sum is divided by their number, which the ranks add up while the first forward pass runs.
+        It is done one step ahead, so that no rank waits for the sum.
         """
-        training = self._training
-        training.model.train()
-        batches = training.batches.step(training.step)
-        counts = torch.tensor([supervised_tokens(batches), bool(self._stop)])
-        counting = (
-            dist.all_reduce(counts, group=training.world.control, async_op=True)
-            if training.world.size > 1
+        self._batches = self._training.batches.step(step)
+        self._counts = torch.tensor([supervised_tokens(self._batches), bool(self._stop)])
+        self._counting = (
+            dist.all_reduce(self._counts, group=self._training.world.control, async_op=True)
+            if self._training.world.size > 1
             else None
         )
-        scale = 0.0
-        for number, batch in enumerate(batches):
-            batch = {k: v.to(training.device, non_blocking=True) for k, v in batch.items()}
-            last = number == len(batches) - 1
-            with self._gradient_sync(training.model, last):
-                with self._autocast:
-                    loss = self._loss(training.model, batch)
-                if number == 0:
-                    if counting is not None:
-                        counting.wait()
-                    tokens, stopping = counts.tolist()
-                    if tokens == 0:
-                        raise TrainingError(
-                            f"step {training.step}: no token of the global batch is supervised"
-                        )
-                    scale = self._gradient_factor / tokens
-                (loss * scale).backward()
-            self.loss_sum += loss.detach()
+
+    def step(self) -> bool:
+        """Take one step, unless a rank was asked to stop.
+
+        The loss is the mean over all supervised tokens of the global batch: each micro-batch's
+        sum is divided by their number.
+        """
+        training = self._training
+        if self._counting is not None:
+            self._counting.wait()
+        tokens, stop = self._counts.tolist()
+        if stop:
+            return False
+        if tokens == 0:
+            raise TrainingError(f"step {training.step + 1}: no token is supervised in its batch")
+        if not training.model.training:
+            training.model.train()
+        for number, batch in enumerate(self._batches, 1):
+            self._forward_backward(batch, tokens, last=number == len(self._batches))
+        self._read(training.step + 1)
         self.grad_norm = self._clip(training.model, self._max_norm)
         training.optimizer.step()
         training.scheduler.step()
@@ -187,7 +185,16 @@ class Stepper:
         self.token_sum += tokens
         training.tokens += tokens
         training.step += 1
-        self.stopped = stopping > 0
+        return True
+
+    def _forward_backward(self, batch: Batch, tokens: int, last: bool) -> None:
+        training = self._training
+        batch = {k: v.to(training.device, non_blocking=True) for k, v in batch.items()}
+        with self._gradient_sync(training.model, last):
+            with self._autocast:
+                loss = self._loss(training.model, batch)
+            (loss * (self._gradient_factor / tokens)).backward()
+        self.loss_sum += loss.detach()
 
 
 def _autocast(training: Training) -> AbstractContextManager[Any]:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.rendezvous import rendezvous
 
 from core_plugin.errors import ConfigError, CorePluginError, RankMismatchError
@@ -196,10 +197,10 @@ class World:
             what: What the block does, for the message.
             error_type: What every rank raises if one of them fails.
         """
-        error: Exception | None = None
+        error: BaseException | None = None
         try:
             yield
-        except Exception as caught:
+        except (Exception, CheckpointException) as caught:
             error = caught
         failures = self.gather(error and f"{type(error).__name__}: {error}")
         failed = [f"rank {r}: {text}" for r, text in enumerate(failures) if text]

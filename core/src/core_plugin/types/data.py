@@ -55,15 +55,20 @@ class BaseData(Implementation, abstract=True):
 
         The padding is supervised nowhere, and a causal model does not see it from the left.
         """
+        import torch
         from torch.nn.utils.rnn import pad_sequence
 
         from core_plugin.types.model import IGNORED
 
         padding = {"labels": IGNORED}
-        return {
-            key: pad_sequence([s[key] for s in samples], True, padding.get(key, 0))
-            for key in samples[0]
-        }
+        batch = {}
+        for key in samples[0]:
+            parts = [sample[key] for sample in samples]
+            if len({len(part) for part in parts}) == 1:
+                batch[key] = torch.stack(parts)
+            else:
+                batch[key] = pad_sequence(parts, True, padding.get(key, 0))
+        return batch
 
 
 class DataPlugin(BasePlugin, contract=BaseData):

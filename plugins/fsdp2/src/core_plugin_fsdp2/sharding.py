@@ -35,7 +35,8 @@ def _shard_part(
         fully_shard(
             group,
             mesh=context.mesh,
-            reshard_after_forward=params.reshard_after_forward,
+            # The root's are needed first in backward: torch's own choice (None) keeps them.
+            reshard_after_forward=params.reshard_after_forward and (None if root else True),
             mp_policy=_policy(params, context, root=root and group is part),
         )
     return part
