@@ -1,0 +1,44 @@
+"""DDP in groups of real processes; what each does is in ddp_processes.py."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from core_plugin.errors import ConfigError
+from core_plugin.types import DistributedPlugin
+
+SCRIPT = Path(__file__).with_name("ddp_processes.py")
+
+
+@pytest.mark.parametrize(
+    ("scenario", "world_size"),
+    [
+        ("gradients_are_averaged", 2),
+        ("gradients_are_averaged", 3),
+        ("gradients_are_kept_until_asked_for", 2),
+        ("unused_parameters_are_found_if_asked_to", 2),
+        ("the_norm_is_that_of_the_averaged_gradients", 2),
+        ("the_model_is_materialized_before_it_is_wrapped", 2),
+        ("a_model_that_trains_nothing_is_refused", 1),
+    ],
+)
+def test_on_real_ranks(scenario, world_size):
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), scenario, str(world_size)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("value", [0, -1.0])
+def test_parameters_are_checked(value):
+    strategy = DistributedPlugin("ddp")
+    with pytest.raises(ConfigError, match="bucket_cap_mb must be positive"):
+        strategy.parse_params({"bucket_cap_mb": value}, strategy.Params)
