@@ -5,7 +5,11 @@ from __future__ import annotations
 import pytest
 
 from core_plugin.errors import ConfigError
-from core_plugin.training.world import Place, place_from_environment
+from core_plugin.training.world import (
+    Place,
+    place_from_environment,
+    rendezvous_variables,
+)
 
 TORCHRUN = {
     "RANK": "3",
@@ -34,10 +38,20 @@ def test_torchruns_variables():
     assert place_from_environment(TORCHRUN) == Place(3, 1, 4, 2)
 
 
-def test_slurms_variables(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    assert place_from_environment(SLURM) == Place(3, 1, 4, 2)
+def test_slurms_variables():
+    place = place_from_environment(SLURM)
+    assert place == Place(3, 1, 4, 2)
+    meeting = rendezvous_variables(place, SLURM)
+    assert meeting == {
+        "RANK": "3",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "4",
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "20077",
+    }
+    assert rendezvous_variables(place, {**SLURM, **TORCHRUN}) == {
+        name: TORCHRUN[name] for name in meeting
+    }
 
 
 def test_torchruns_variables_count_before_slurms():

@@ -37,8 +37,7 @@ class Place:
 def place_from_environment(environment: Mapping[str, str] | None = None) -> Place | None:
     """The place that a launcher gave this process; None if none did.
 
-    torchrun's variables count first, then those of a SLURM step of more than one task, from
-    which the missing ones for torch's rendezvous are set.
+    torchrun's variables count first, then those of a SLURM step of more than one task.
 
     Raises:
         ConfigError: The variables contradict each other.
@@ -79,18 +78,28 @@ def _torchrun_place(environment: Mapping[str, str]) -> Place:
 
 def _slurm_place(environment: Mapping[str, str]) -> Place:
     size = environment.get("SLURM_STEP_NUM_TASKS", environment.get("SLURM_NTASKS", "1"))
-    place = Place(
+    return Place(
         _number(environment, "SLURM_PROCID"),
         _number(environment, "SLURM_LOCALID"),
         _number({"SLURM_NTASKS": size}, "SLURM_NTASKS"),
         int(re.split(r"[(,]", environment.get("SLURM_STEP_TASKS_PER_NODE", size))[0]),
     )
-    port = 20000 + int(environment.get("SLURM_JOB_ID", "0")) % 20000
-    os.environ.setdefault("MASTER_ADDR", environment.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1"))
-    os.environ.setdefault("MASTER_PORT", str(port))
-    os.environ |= {"RANK": str(place.rank), "WORLD_SIZE": str(place.world_size)}
-    os.environ |= {"LOCAL_RANK": str(place.local_rank)}
-    return place
+
+
+def rendezvous_variables(place: Place, environment: Mapping[str, str]) -> dict[str, str]:
+    """What torch's rendezvous reads: as it stands in the environment, or from SLURM's variables.
+
+    All tasks of a SLURM step meet at the node that launched it, at a port that the job's number
+    gives.
+    """
+    variables = {
+        "RANK": str(place.rank),
+        "LOCAL_RANK": str(place.local_rank),
+        "WORLD_SIZE": str(place.world_size),
+        "MASTER_ADDR": environment.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1"),
+        "MASTER_PORT": str(20000 + int(environment.get("SLURM_JOB_ID", "0")) % 20000),
+    }
+    return {name: environment.get(name, value) for name, value in variables.items()}
 
 
 def _number(environment: Mapping[str, str], name: str, default: str | None = None) -> int:
@@ -244,6 +253,7 @@ def join(place: Place | None) -> Iterator[World]:
     if place is None:
         world = World(Place(), dist.HashStore())
     else:
+        os.environ.update(rendezvous_variables(place, os.environ))
         store, _, _ = next(iter(rendezvous("env://", timeout=TIMEOUT)))
         world = World(place, store)
     try:

@@ -1,0 +1,168 @@
+"""The tasks of the workspace; ``nox -l`` lists them. Arguments after ``--`` go to the task's tool.
+
+Packages are found, not listed: every folder with a pyproject.toml in core, plugins and contrib.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import nox
+from packaging.requirements import Requirement
+
+nox.options.default_venv_backend = "virtualenv"
+nox.options.reuse_venv = "yes"
+
+ROOT = Path(__file__).parent
+WORKSPACE = nox.project.load_toml(ROOT / "pyproject.toml")
+
+
+class Package(NamedTuple):
+    """A distribution of this repository."""
+
+    directory: Path
+    project: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return self.project["name"]
+
+    @property
+    def module(self) -> str:
+        return self.name.replace("-", "_")
+
+    def closure(self) -> list[Package]:
+        """The package, and those of this repository that it depends on."""
+        needed = {Requirement(text).name for text in self.project["dependencies"]}
+        below = [p for p in PACKAGES if p.name in needed]
+        return [self, *(q for p in below for q in p.closure())]
+
+
+PACKAGES = [
+    Package(file.parent, nox.project.load_toml(file)["project"])
+    for folder in ("core", "plugins/*", "contrib/*")
+    for file in sorted(ROOT.glob(f"{folder}/pyproject.toml"))
+]
+SOURCES = [str(p.directory / "src") for p in PACKAGES]
+TESTS = [str(d) for d in (*(p.directory / "tests" for p in PACKAGES), ROOT / "tests") if d.is_dir()]
+
+
+def group(*names: str) -> tuple[str, ...]:
+    """The requirements of dependency groups."""
+    return nox.project.dependency_groups(WORKSPACE, *names)
+
+
+def install(session: nox.Session, *requirements: str) -> None:
+    session.install("--constraint", str(ROOT / "constraints.txt"), *requirements)
+
+
+def install_tree(session: nox.Session, *requirements: str) -> None:
+    """Install every package in place, and more."""
+    install(session, *group("build"))
+    editable = [arg for p in PACKAGES for arg in ("--editable", str(p.directory))]
+    install(session, "--no-build-isolation", *editable, *requirements)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check style, format, and who imports whom."""
+    install(session, *group("lint"))
+    session.run("ruff", "check", *session.posargs)
+    session.run("ruff", "format", "--check")
+    config = _import_contracts(Path(session.create_tmp()) / "pyproject.toml")
+    path = os.pathsep.join(SOURCES)
+    session.run("lint-imports", "--no-cache", str(config), env={"PYTHONPATH": path})
+
+
+def _import_contracts(file: Path) -> Path:
+    """The contracts of pyproject.toml, and one for all the packages that are there."""
+    modules = [p.module for p in PACKAGES]
+    plugins = " | ".join(m for m in modules if m != "core_plugin")
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    text = text.replace('root_packages = ["core_plugin"]', f"root_packages = {json.dumps(modules)}")
+    file.write_text(
+        f"""{text}
+[[tool.importlinter.contracts]]
+name = "a plugin imports core, and no other plugin; core imports no plugin"
+type = "layers"
+layers = ["{plugins}", "core_plugin"]
+""",
+        encoding="utf-8",
+    )
+    return file
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Check types, strictly."""
+    install_tree(session, *group("types"))
+    session.run("mypy", *(session.posargs or SOURCES))
+
+
+@nox.session
+def tox(session: nox.Session) -> None:
+    """Run core's torch-free tests on every Python that is installed, without torch."""
+    install(session, *group("tox"))
+    pyenv = Path(os.environ.get("PYENV_ROOT", "~/.pyenv")).expanduser()
+    pythons = os.pathsep.join(str(python) for python in pyenv.glob("versions/3.1[1-9]*/bin/python"))
+    session.run("tox", *session.posargs, env={"TOX_DISCOVER": pythons})
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Run all tests of all packages."""
+    install_tree(session, *group("test"))
+    arguments = session.posargs or ["--numprocesses", "2", "--dist", "loadgroup", *TESTS]
+    session.run("pytest", *arguments, env={"OMP_NUM_THREADS": "1"})
+
+
+@nox.session(default=False)
+def quickstart(session: nox.Session) -> None:
+    """Train a small model on Python's own language reference, in two processes."""
+    install_tree(session, "core-plugin[plot]")
+    directory = Path("runs", f"quickstart-{datetime.now():%Y%m%d-%H%M%S}")
+    place = f"checkpoint.directory={directory}"
+    session.run("core-plugin", "train", "examples/quickstart.yaml", place, *session.posargs)
+    session.log("The run left:")
+    for path in sorted((*directory.glob("*"), *directory.glob("checkpoints/*"))):
+        session.log(f"  {path}")
+
+
+@nox.session(default=False)
+def build(session: nox.Session) -> None:
+    """Build the sdist and the wheel of every package, into dist/."""
+    install(session, *group("build"))
+    for package in PACKAGES:
+        session.run("pyproject-build", "--no-isolation", "--outdir", "dist", str(package.directory))
+
+
+@nox.session(default=False, reuse_venv=False)
+@nox.parametrize("package", [nox.param(p, id=p.name) for p in PACKAGES])
+def wheels(session: nox.Session, package: Package) -> None:
+    """Run a package's tests from its wheel, in a fresh environment (slow)."""
+    place = Path(session.create_tmp()).resolve()
+    shutil.rmtree(place)
+    place.mkdir()
+    needed = package.closure()
+    sources, names = [str(p.directory) for p in needed], [p.name for p in needed]
+    session.run("pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(place), *sources)
+    session.install("--no-index", "--no-deps", "--find-links", str(place), *names)
+    install(session, *names, *group("test"))
+    session.run("pip", "check")
+    shutil.copytree(package.directory / "tests", place / "tests")
+    session.chdir(place)
+    settings = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(place)]
+    session.run("pytest", *settings, "tests", *session.posargs, env={"OMP_NUM_THREADS": "1"})
+
+
+@nox.session(default=False)
+def bench(session: nox.Session) -> None:
+    """Run the benchmarks."""
+    install_tree(session, *group("test"))
+    for name in session.posargs or ("discovery", "dispatch", "first_step", "step_time"):
+        session.run("python", f"benchmarks/{name}.py")
