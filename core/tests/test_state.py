@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 
 from core_plugin import state
 from core_plugin.errors import CheckpointError
@@ -129,6 +130,25 @@ def test_another_optimizers_state_is_an_error(tmp_path):
     )
     with pytest.raises(CheckpointError, match="other parameter groups"):
         state.load(fresh, optimizer, directory, include_frozen=True)
+
+
+def test_an_option_that_no_checkpoint_can_hold_is_an_error(tmp_path):
+    model, optimizer = trained()
+    optimizer.param_groups[0]["dtype"] = torch.float32
+    with pytest.raises(CheckpointError, match="AdamW keeps something that is neither a tensor"):
+        saved(tmp_path, model, optimizer)
+
+
+@pytest.mark.parametrize(("fused", "device"), [(False, "cpu"), (True, "meta")])
+def test_a_step_counter_is_where_its_kernel_reads_it(fused, device):
+    """On ``meta``, which stands in for a device here: only where things are put is looked at."""
+    model = Net().to("meta")
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    optimizer.param_groups[0]["fused"] = fused
+    stored = TensorStorageMetadata(TensorProperties(), torch.Size([]), [])
+    saved_state = {"first.weight": {"values": {}, "tensors": ["step"]}}
+    like = state._state_like(model, optimizer, saved_state, {"optimizer.first.weight.step": stored})
+    assert like["first.weight"]["step"].device.type == device
 
 
 def test_frozen_parameters_can_be_left_out(tmp_path):

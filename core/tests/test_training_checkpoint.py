@@ -44,6 +44,7 @@ def test_a_saved_checkpoint_verifies(checkpoints):
         (lambda p: (p / "state/more").write_text(""), "state/more was added"),
         (lambda p: (p / "manifest.json").write_text("{"), "manifest.json cannot be read"),
         (lambda p: (p / "manifest.json").unlink(), "manifest.json cannot be read"),
+        (lambda p: (p / "manifest.json").write_text('{"files": {}, "format": 2}'), "format 2"),
     ],
 )
 def test_damage_is_found_and_the_one_before_it_is_the_newest(checkpoints, damage, message):
@@ -69,10 +70,11 @@ def test_a_save_that_fails_leaves_nothing_and_the_others_as_they_were(checkpoint
 
 def test_what_an_interrupted_save_left_is_no_checkpoint(checkpoints, tmp_path):
     (tmp_path / "checkpoints" / ".partial-step-00000009").mkdir(parents=True)
+    (tmp_path / "checkpoints" / ".removed-step-00000001").mkdir()
     assert checkpoints.newest() is None
     assert checkpoints.steps() == {}
-    checkpoints.save(9, write)
-    assert list(checkpoints.steps()) == [9]
+    saved = checkpoints.save(10, write)
+    assert list((tmp_path / "checkpoints").iterdir()) == [saved]
 
 
 def test_the_newest_are_kept(checkpoints, tmp_path):
@@ -80,6 +82,12 @@ def test_the_newest_are_kept(checkpoints, tmp_path):
         checkpoints.save(step, write)
     assert list(checkpoints.steps()) == [3, 10]
     assert len(list((tmp_path / "checkpoints").iterdir())) == 2
+
+
+def test_what_was_just_saved_is_kept_whatever_its_step(checkpoints):
+    for step in (5, 6, 4):
+        checkpoints.save(step, write)
+    assert list(checkpoints.steps()) == [4, 5, 6]
 
 
 def test_saving_a_step_again_replaces_it(checkpoints):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -79,6 +81,17 @@ def test_the_first_owner_initialises_a_tied_tensor():
     model = materialized(lambda m: [m.head, m])
     alone = materialized(lambda m: [m.embedding])
     assert torch.equal(model.head.weight, alone.embedding.weight)
+
+
+def test_no_tensor_is_held_longer_than_it_is_tied():
+    model = build()
+    materialize = Materializer(model, CPU, 0, reset, str)
+    materialize(model)
+    held = [weakref.ref(p) for p in model.parameters()]
+    for module in model.modules():
+        for name in list(module._parameters):
+            module._parameters[name] = None
+    assert [ref() for ref in held] == [None] * len(held)
 
 
 def test_the_global_generator_is_left_alone():

@@ -20,7 +20,9 @@ main()
 """
 
 
-def start_ranks(workspace, file: Path, ranks: int, *, options=(), paths=()):
+def start_ranks(
+    workspace, file: Path, ranks: int, *, options=(), paths=(), environments=(), script=RANK_SCRIPT
+):
     """Start each rank by itself, as a cluster's own launcher does; they may differ."""
     import socket
 
@@ -37,12 +39,17 @@ def start_ranks(workspace, file: Path, ranks: int, *, options=(), paths=()):
     processes = []
     for rank in range(ranks):
         changes = options[rank] if options else ()
+        variables = environments[rank] if environments else {}
         path = os.pathsep.join([*(paths[rank] if paths else ()), environment["PYTHONPATH"]])
         processes.append(
             subprocess.Popen(
-                [sys.executable, "-c", RANK_SCRIPT, str(rank), str(file), *changes],
+                [sys.executable, "-c", script, str(rank), str(file), *changes],
                 cwd=workspace.path,
-                env={**environment, "PYTHONPATH": path},
+                env={
+                    **environment,
+                    "PYTHONPATH": path,
+                    **(environments[rank] if environments else {}),
+                },
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -96,6 +103,30 @@ def test_a_device_that_one_rank_lacks_ends_all_of_them(workspace):
     codes, outputs = start_ranks(workspace, file, 2, options=[[], ["device=cuda"]])
     assert codes == [1, 1], outputs
     assert all("the device 'cuda' cannot be used here" in output for output in outputs)
+
+
+def test_ranks_with_different_data_end_with_a_table(workspace):
+    document = workspace.small(distributed="ddp")
+    document["data"]["path"] = "own-corpus.txt"
+    corpus = (workspace.path / "corpus.txt").read_text()
+    for rank in (0, 1):
+        (workspace.path / str(rank)).mkdir()
+        (workspace.path / str(rank) / "own-corpus.txt").write_text(corpus[rank * 500 :])
+    file = workspace.write(document, 2, "run")
+    script = "import os, sys; os.chdir(sys.argv[1]); " + RANK_SCRIPT.strip().replace("\n", "\n")
+    codes, outputs = start_ranks(workspace, file, 2, script=script)
+    assert codes == [1, 1], outputs
+    assert "the ranks have different data" in "".join(outputs)
+
+
+def test_a_fault_of_the_device_plugin_on_one_rank_ends_all_of_them(workspace):
+    document = workspace.small(distributed="ddp", device={"name": "recording", "threads": 1})
+    file = workspace.write(document, 2, "run")
+    started = time.monotonic()
+    codes, outputs = start_ranks(workspace, file, 2, environments=[{}, {"BROKEN_DEVICE": "1"}])
+    assert codes == [1, 1], outputs
+    assert "no such device" in "".join(outputs)
+    assert time.monotonic() - started < 60
 
 
 def test_ranks_that_agree_train(workspace):

@@ -173,6 +173,62 @@ def test_other_data_than_the_checkpoints_is_refused(workspace):
     assert "the data had" in output
 
 
+def test_a_restart_does_not_take_another_runs_checkpoints_for_its_own(workspace):
+    document = job(workspace, "ddp")
+    workspace.train({**document, "train": {**STEPS, "steps": 2}}, 2)
+    launcher = {"name": "torchrun", "processes_per_host": 2, "max_restarts": 1}
+    file = workspace.write({**document, "launcher": launcher}, 2, "run")
+    code, output = workspace.run(["train", str(file)])
+    assert code == 2, output
+    assert "has checkpoints already" in output
+    assert [p.name for p in workspace.checkpoints()] == ["step-00000002"]
+
+
+def test_losses_that_were_not_logged_yet_are_logged_after_a_resume(workspace):
+    document = job(workspace, "fsdp2")
+    document["train"] = {**STEPS, "log_every": 4}
+    expected = workspace.train(document, 2, directory="undisturbed")
+    code, output = interrupted(workspace, document, 2, step=3, what="kill")
+    assert code != 0, output
+    assert workspace.checkpoints()[-1].name == "step-00000002"
+    resumed = workspace.train(document, 2, "--resume")
+    assert [(m["step"], m["loss"]) for m in resumed] == [(m["step"], m["loss"]) for m in expected]
+    shutil.rmtree(workspace.path / "run")
+    interrupted(workspace, document, 2, step=3, what="kill")
+    alone = workspace.train(document, 3, "--resume")
+    assert [m["loss"] for m in alone] == pytest.approx([m["loss"] for m in expected], rel=1e-5)
+
+
+def test_what_is_changed_on_purpose_counts(workspace):
+    document = job(workspace, "none", scheduler="constant")
+    workspace.train({**document, "train": {**STEPS, "steps": 2}})
+    changes = ["--resume", "checkpoint.allow_changes=true", "optimizer.lr=0.5"]
+    metrics = workspace.train(document, 1, *changes)
+    assert [m["lr"] for m in metrics] == [0.01] * 2 + [0.5] * 4
+
+
+def test_an_earlier_checkpoint_is_not_gone_on_from_in_the_same_place(workspace):
+    document = job(workspace, "none")
+    workspace.train(document)
+    earlier = workspace.checkpoints()[0]
+    file = workspace.write(document, 1, "run")
+    code, output = workspace.run(["train", str(file), f"checkpoint.resume={earlier}"])
+    assert code == 2, output
+    assert "has checkpoints after" in output
+    elsewhere = workspace.train(document, 1, f"checkpoint.resume={earlier}", directory="elsewhere")
+    assert [m["step"] for m in elsewhere] == [3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("what", ["full disk for generators", "full disk for the optimizer"])
+def test_a_save_that_fails_before_any_exchange_hangs_no_rank(workspace, what):
+    started = time.monotonic()
+    code, output = interrupted(workspace, job(workspace, "fsdp2"), 2, step=3, what=what)
+    assert code == 1, output
+    assert "No space left on device" in output
+    assert time.monotonic() - started < 60
+    assert [p.name for p in workspace.checkpoints()] == ["step-00000002"]
+
+
 def test_a_failing_save_on_one_rank_ends_all_and_leaves_nothing(workspace):
     code, output = interrupted(workspace, job(workspace, "fsdp2"), 2, step=3, what="full disk")
     assert code == 1, output

@@ -40,7 +40,7 @@ class TrainParams:
         steps: Optimizer steps.
         global_batch_size: Samples in one optimizer step, over all ranks.
         micro_batch_size: Samples in one forward and backward pass of one rank.
-        precision: What matrix products are computed in; parameters stay float32.
+        precision: What the model computes in; parameters, loss and optimizer stay float32.
         max_grad_norm: The global 2-norm that gradients are clipped to; null does not clip.
         seed: Of initialisation, data order and dropout.
         log_every: Steps between two logs; only then is the device waited for.

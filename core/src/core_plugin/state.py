@@ -40,12 +40,18 @@ def canonical_name(name: str) -> str:
     return name
 
 
+def other_state(model: nn.Module) -> str | None:
+    """The name of something in the model's state dict that is no tensor, if there is any."""
+    entries = model.state_dict(keep_vars=True).items()
+    return next((name for name, value in entries if not isinstance(value, Tensor)), None)
+
+
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """The parameters and persistent buffers by name; of tied ones, the first name only."""
     tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if isinstance(tensor, Tensor) and id(tensor) not in seen:
+        if id(tensor) not in seen:
             seen.add(id(tensor))
             tensors[canonical_name(name)] = tensor
     return tensors
@@ -82,7 +88,7 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float | None) -
         groups.setdefault(grad.device_mesh if isinstance(grad, DTensor) else None, []).append(grad)
     if not groups:
         return torch.zeros(())
-    norms = [gather(nn.utils.get_total_norm(grads, foreach=True)) for grads in groups.values()]
+    norms = [gather(nn.utils.get_total_norm(grads)) for grads in groups.values()]
     total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
     if max_norm is not None:
         scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
@@ -172,6 +178,16 @@ def _plain_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     }
 
 
+def _as_json(plain: Mapping[str, Any], optimizer: Optimizer) -> str:
+    try:
+        return json.dumps(plain)
+    except TypeError as error:
+        raise CheckpointError(
+            f"{type(optimizer).__name__} keeps something that is neither a tensor nor plain data, "
+            f"and that a checkpoint cannot hold: {error}"
+        ) from None
+
+
 def _number(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
@@ -186,11 +202,11 @@ def save(model: nn.Module, optimizer: Optimizer, directory: Path, *, include_fro
     """
     tensors = _checkpoint_tensors(model, include_frozen)
     tensors |= {f"optimizer.{n}": t for n, t in optimizer_tensors(model, optimizer).items()}
-    if _rank() == 0:
-        text = json.dumps(_plain_state(model, optimizer))
-        (directory / OPTIMIZER_FILE).write_text(text, encoding="utf-8")
+    text = _as_json(_plain_state(model, optimizer), optimizer)
     with _torch_errors(f"{directory} cannot be written"):
         dcp.save(_detached(tensors), checkpoint_id=directory, no_dist=not dist.is_initialized())
+    if _rank() == 0:
+        (directory / OPTIMIZER_FILE).write_text(text, encoding="utf-8")
 
 
 def _checkpoint_tensors(model: nn.Module, include_frozen: bool) -> dict[str, Tensor]:
@@ -264,21 +280,28 @@ def _state_like(
     step, so that no optimizer can lose its state on the way.
     """
     owned = _owned(model, optimizer)
+    options = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     state: dict[str, dict[str, Any]] = {}
     for name in saved.keys() & owned.keys():
         state[name] = dict(saved[name]["values"])
+        group = options[id(owned[name])]
         for key in saved[name]["tensors"]:
-            state[name][key] = _like(owned[name], metadata.get(f"optimizer.{name}.{key}"))
+            # As in torch's Optimizer.load_state_dict: a step counter is on the CPU unless the
+            # kernel that reads it is on the device.
+            on_cpu = key == "step" and not (group.get("fused") or group.get("capturable"))
+            device = torch.device("cpu") if on_cpu else local(owned[name]).device
+            stored = metadata.get(f"optimizer.{name}.{key}")
+            state[name][key] = _like(owned[name], stored, device)
     return state
 
 
-def _like(parameter: nn.Parameter, stored: Any) -> Tensor:
+def _like(parameter: nn.Parameter, stored: Any, device: torch.device) -> Tensor:
     if not isinstance(stored, TensorStorageMetadata):
         return torch.empty(0)
     dtype = stored.properties.dtype
     if stored.size == parameter.shape:
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-    return torch.zeros(stored.size, dtype=dtype)
+    return torch.zeros(stored.size, dtype=dtype, device=device)
 
 
 def _differences(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> list[str]:

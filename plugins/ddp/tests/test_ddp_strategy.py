@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from core_plugin import config
 from core_plugin.errors import ConfigError
 from core_plugin.types import DistributedPlugin
 
@@ -42,3 +43,11 @@ def test_parameters_are_checked(value):
     strategy = DistributedPlugin("ddp")
     with pytest.raises(ConfigError, match="bucket_cap_mb must be positive"):
         strategy.parse_params({"bucket_cap_mb": value}, strategy.Params)
+
+
+def test_what_torch_cannot_do_is_said_before_the_run():
+    train = {"steps": 1, "global_batch_size": 4, "micro_batch_size": 1}
+    run = {"distributed": {"name": "ddp", "static_graph": True}, "train": train}
+    with pytest.raises(ConfigError, match="static_graph does not go with several micro-batches"):
+        config.resolve(run)
+    config.resolve({**run, "train": {**train, "micro_batch_size": 4}})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import inspect
 import os
 import signal
@@ -69,6 +70,12 @@ def noting(call: str, method: Any) -> Any:
 
 @recorded("device", BaseDevice)
 class RecordingDevice(CPU):
+    @staticmethod
+    def device(params: Any, local_rank: int) -> Any:
+        if os.environ.get("BROKEN_DEVICE"):
+            raise RuntimeError("no such device")
+        return CPU.device(params, local_rank)
+
     @staticmethod
     def rng_state(device: Any) -> Any:
         """A generator of its own, as an accelerator has."""
@@ -202,26 +209,32 @@ def faults(params: FaultsParams, run: Run) -> object | None:
                 return
             if params.once:
                 marker.touch()
-            if params.what == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            elif params.what == "raise":
-                raise ValueError("a fault of this hook")
-            elif params.what == "interrupt":
-                os.kill(os.getpid(), signal.SIGINT)
-            elif params.what == "full disk":
-                _fill_disk()
+            FAULTS[params.what]()
 
     return Faults()
 
 
-def _fill_disk() -> None:
-    """From now on, writing a tensor file fails on this rank as it does on a full disk."""
-    from torch.distributed.checkpoint import filesystem
+def _fill_disk(module: str, function: str) -> None:
+    """From now on, what writes fails on this rank as it does on a full disk."""
 
     def write(*args: Any, **kwargs: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    filesystem._write_item = write
+    setattr(importlib.import_module(module), function, write)
+
+
+def _raise() -> None:
+    raise ValueError("a fault of this hook")
+
+
+FAULTS = {
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "interrupt": lambda: os.kill(os.getpid(), signal.SIGINT),
+    "raise": _raise,
+    "full disk": lambda: _fill_disk("torch.distributed.checkpoint.filesystem", "_write_item"),
+    "full disk for generators": lambda: _fill_disk("torch", "save"),
+    "full disk for the optimizer": lambda: _fill_disk("core_plugin.state", "optimizer_tensors"),
+}
 
 
 def collectives(params: Any, run: Run) -> object:

@@ -102,9 +102,11 @@ class Torchrun(BaseLauncher):
 
 def _threads(processes: int) -> int | None:
     """Each process's share of the cores, unless the environment says how many threads to use."""
+    import torch
+
     if "OMP_NUM_THREADS" in os.environ:
         return None
-    return max(1, len(os.sched_getaffinity(0)) // processes)
+    return max(1, torch.get_num_threads() // processes)
 
 
 def _process(worker: Callable[[], int], threads: int | None) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+from dataclasses import dataclass, field
 from typing import Any
 
 import tokenizers
@@ -48,6 +49,10 @@ class Training:
     """Optimizer steps that are done."""
     tokens: int = 0
     """Supervised tokens that are done."""
+    unlogged_loss: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
+    """This rank's sum of losses since the last log, on the device."""
+    unlogged_tokens: int = 0
+    """The supervised tokens, over all ranks, since the last log."""
 
 
 def select_device(config: RunConfig, world: World) -> torch.device:
@@ -69,6 +74,14 @@ def select_device(config: RunConfig, world: World) -> torch.device:
             f"train.precision: {device} cannot compute in {config.train.precision}"
         )
     return device  # type: ignore[no-any-return]
+
+
+def collective_backend(config: RunConfig, device: torch.device, world: World) -> str:
+    """What the process group is made with: the device's own backend, and gloo for the CPU."""
+    if world.size == 1:
+        return "gloo"
+    backend: str = config["device"].implementation.collective_backend(device)
+    return backend if device.type == "cpu" else f"cpu:gloo,{device.type}:{backend}"
 
 
 def make_tokenizer(config: RunConfig, world: World) -> tokenizers.Tokenizer:
@@ -100,6 +113,18 @@ def shard_model(
 ) -> nn.Module:
     """Spread the model over the ranks, with memory and values, and check that it is."""
     architecture, strategy, peft = config["model"], config["distributed"], config.get("peft")
+    if world.size > 1 and not strategy.implementation.capabilities.multiple_processes:
+        raise ConfigError(
+            strategy.origin.fault(
+                f"the strategy {strategy.route.name!r} is for one process, and there are "
+                f"{world.size}; each would train by itself"
+            )
+        )
+    if other := state.other_state(model):
+        raise PluginContractError(
+            f"the model {architecture.route.name!r} keeps {other} in its state dict, which is no "
+            "tensor and would not be saved; make it a buffer"
+        )
     materialize = Materializer(
         model,
         device,
@@ -126,13 +151,6 @@ def _check_sharding(
 ) -> None:
     """Check that the strategy did what it declares, on the device that was asked for."""
     strategy, name = chosen.implementation, chosen.route.name
-    if world.size > 1 and not strategy.capabilities.multiple_processes:
-        raise ConfigError(
-            chosen.origin.fault(
-                f"the strategy {name!r} is for one process, and there are {world.size}; "
-                "each would train by itself"
-            )
-        )
     unwrapped = strategy.unwrap_model(model)
     tensors = state.model_tensors(unwrapped)
     on_meta = sorted(n for n, t in tensors.items() if t.is_meta)
@@ -159,10 +177,10 @@ def build(config: RunConfig, device: torch.device, world: World) -> Training:
     tokenizer = make_tokenizer(config, world)
     with world.together("building the model", TrainingError):
         meta_model = build_model(config, tokenizer.get_vocab_size())
-    with world.together("sharding the model", TrainingError):
+    with world.together("sharding the model", TrainingError, collective=True):
         model = shard_model(config, meta_model, device, world)
     strategy = config["distributed"].implementation
-    with world.together("making the optimizer", TrainingError):
+    with world.together("making the optimizer", TrainingError, collective=True):
         chosen = config["optimizer"]
         optimizer = chosen.implementation(model, chosen.params)
         state.check_optimizer(strategy.unwrap_model(model), optimizer)
@@ -170,6 +188,7 @@ def build(config: RunConfig, device: torch.device, world: World) -> Training:
         scheduler = chosen.implementation(optimizer, chosen.params, steps=config.train.steps)
     with world.together("loading the data", TrainingError):
         batches = _batches(config, tokenizer, world)
+    _check_data(batches, world)
     return Training(
         config=config,
         world=world,
@@ -183,6 +202,7 @@ def build(config: RunConfig, device: torch.device, world: World) -> Training:
         scheduler=scheduler,
         batches=batches,
         tokenizer=tokenizer,
+        unlogged_loss=torch.zeros((), device=device),
     )
 
 
@@ -200,3 +220,17 @@ def _batches(config: RunConfig, tokenizer: tokenizers.Tokenizer, world: World) -
         world.rank,
         world.size,
     )
+
+
+def _check_data(batches: Batches, world: World) -> None:
+    """Check that all ranks have the same samples, as far as their number and two of them show.
+
+    Raises:
+        TrainingError: On every rank.
+    """
+    content = "".join(str(batches.sample(i)) for i in (0, batches.samples - 1))
+    digest = hashlib.sha256(content.encode()).hexdigest()[:16]
+    found = world.gather(f"{batches.samples} samples, of which the first and last are {digest}")
+    if len(set(found)) > 1:
+        rows = [f"rank {rank}: {what}" for rank, what in enumerate(found)]
+        raise TrainingError("the ranks have different data:\n  " + "\n  ".join(rows))

@@ -56,6 +56,10 @@ class Batches:
         """The number of samples in an epoch."""
         return len(self._samples)
 
+    def sample(self, index: int) -> Batch:
+        """A sample by its index in the data."""
+        return self._samples[index]
+
     def sample_index(self, position: int) -> int:
         """The index of the sample that is read at a global position."""
         epoch, offset = divmod(position, len(self._samples))

@@ -4,7 +4,7 @@ checkpoints/step-00000100/
 manifest.json    size and SHA-256 of every other file
 run.json         step, configuration, fingerprints of the plugins
 state/           the strategy's: tensors of the model and the optimizer
-scheduler.pt     rng-00000.pt ...    tokenizer.json    adapter/ (if there is one)
+scheduler.pt     rank-00000.pt ...    tokenizer.json    adapter/ (if there is one)
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import re
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,15 +71,16 @@ class Checkpoints:
                 if self._world.rank == 0:
                     shutil.rmtree(partial, ignore_errors=True)
                     partial.mkdir(parents=True)
-            with self._world.together(what, CheckpointError):
+            with self._world.together(what, CheckpointError, collective=True):
                 write(partial)
+                files = self._world.from_first(_files(partial) if self._world.rank == 0 else None)
             with self._world.together(what, CheckpointError):
-                hashes = _hash_files(partial, self._world)
+                hashes = _hash_files(partial, files[self._world.rank :: self._world.size])
             shares = self._world.gather(hashes)
             with self._world.together(what, CheckpointError):
                 if self._world.rank == 0:
                     _complete(partial, final, {k: v for share in shares for k, v in share.items()})
-        except CheckpointError:
+        except BaseException:
             if self._world.rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
@@ -87,17 +88,16 @@ class Checkpoints:
             f"removing old checkpoints in {self._directory}", CheckpointError
         ):
             if self._world.rank == 0:
-                self._prune()
+                self._prune(final)
         return final
 
-    def _prune(self) -> None:
-        for path in list(self.steps().values())[: -self._keep]:
-            # Renamed first, so that a removal that is interrupted leaves no broken checkpoint.
-            doomed = path.with_name(f".removed-{path.name}")
-            path.rename(doomed)
-            shutil.rmtree(doomed)
-        for left_over in self._directory.glob(".removed-*"):
+    def _prune(self, saved: Path) -> None:
+        """Remove what is older than the newest ones, and what interrupted saves left."""
+        for left_over in (*self._directory.glob(".removed-*"), *self._directory.glob(".partial-*")):
             shutil.rmtree(left_over, ignore_errors=True)
+        for path in list(self.steps().values())[: -self._keep]:
+            if path != saved:
+                _remove(path)
 
     def newest(self) -> Path | None:
         """The newest checkpoint whose files are as its manifest says; None if there is none.
@@ -128,6 +128,8 @@ def verify(path: Path, rank: int = 0, world_size: int = 1) -> list[str]:
         files: Mapping[str, Mapping[str, Any]] = manifest["files"]
     except (OSError, ValueError, KeyError) as error:
         return [f"{path / MANIFEST} cannot be read ({error})"]
+    if manifest.get("format") != FORMAT:
+        return [f"{path / MANIFEST} has the format {manifest.get('format')!r}, not {FORMAT}"]
     faults = []
     for name in sorted(files)[rank::world_size]:
         file = path / name
@@ -138,22 +140,23 @@ def verify(path: Path, rank: int = 0, world_size: int = 1) -> list[str]:
         elif _sha256(file) != files[name]["sha256"]:
             faults.append(f"{name} has another content than was written (SHA-256)")
     if rank == 0:
-        found = {str(p.relative_to(path)) for p in path.rglob("*") if p.is_file()}
-        faults += [f"{name} was added" for name in sorted(found - set(files) - {MANIFEST})]
+        added = set(_files(path)) - set(files) - {MANIFEST}
+        faults += [f"{name} was added" for name in sorted(added)]
     return faults
 
 
-def _hash_files(directory: Path, world: World) -> dict[str, dict[str, Any]]:
-    """Hash a rank's share of the files, and see that they are on the disk."""
-    files = sorted(p for p in directory.rglob("*") if p.is_file())
+def _files(directory: Path) -> list[str]:
+    return sorted(str(p.relative_to(directory)) for p in directory.rglob("*") if p.is_file())
+
+
+def _hash_files(directory: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Hash files, and see that they are on the disk."""
     hashes = {}
-    for file in files[world.rank :: world.size]:
+    for name in names:
+        file = directory / name
         with file.open("rb") as opened:
             os.fsync(opened.fileno())
-        hashes[str(file.relative_to(directory))] = {
-            "size": file.stat().st_size,
-            "sha256": _sha256(file),
-        }
+        hashes[name] = {"size": file.stat().st_size, "sha256": _sha256(file)}
     return hashes
 
 
@@ -166,9 +169,18 @@ def _complete(partial: Path, final: Path, files: Mapping[str, Any]) -> None:
     for directory in [p for p in partial.rglob("*") if p.is_dir()] + [partial]:
         _sync_directory(directory)
     if final.exists():
-        shutil.rmtree(final)
+        _remove(final)
     partial.rename(final)
-    _sync_directory(final.parent)
+    for directory in (final.parent, final.parent.parent):
+        _sync_directory(directory)
+
+
+def _remove(path: Path) -> None:
+    """Remove a checkpoint; it is renamed first, so that an interruption leaves no broken one."""
+    doomed = path.with_name(f".removed-{path.name}")
+    shutil.rmtree(doomed, ignore_errors=True)
+    path.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
 
 
 def _sync_directory(directory: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -23,7 +25,7 @@ from core_plugin.training.assembly import Training
 from core_plugin.training.batches import Batch, supervised_tokens
 from core_plugin.training.checkpoint import Checkpoints
 from core_plugin.training.stop import StopRequest, on_signals
-from core_plugin.training.world import World, backends
+from core_plugin.training.world import World
 from core_plugin.types.hook import Events, Run
 
 
@@ -40,34 +42,39 @@ def train(config: RunConfig, world: World) -> Outcome:
     Raises:
         CorePluginError: What the user can mend; the others end as well.
     """
+    if config.train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS then needs
     with world.agreement(provenance.identity(config)):
         device = assembly.select_device(config, world)
-    world.start(backends(device, config["device"].implementation.collective_backend(device)))
+        backend = assembly.collective_backend(config, device, world)
+    world.start(backend)
     torch.use_deterministic_algorithms(config.train.deterministic)
 
     directory = Path(config.checkpoint.directory)
     checkpoints = Checkpoints(directory / "checkpoints", world, config.checkpoint.keep)
-    with world.together("choosing a checkpoint", TrainingError):
-        start = resume.choose(config, checkpoints)
+    with world.together("choosing a checkpoint", TrainingError, collective=True):
+        start = resume.choose(config, checkpoints, world)
+        if world.rank == 0:
+            resume.mark_launch(config)
 
     training = assembly.build(config, device, world)
     resume.seed_rank(config, world, 0)
     if start is not None:
-        with world.together(f"loading {start}", TrainingError):
+        with world.together(f"loading {start}", TrainingError, collective=True):
             resume.load(training, start)
-
-    run = _run_for_hooks(training, directory)
     with world.together("writing the configuration", TrainingError):
         if world.rank == 0:
-            directory.mkdir(parents=True, exist_ok=True)
             run_config.dump(config.resolved(), directory / "config.yaml")
-    with world.together("making the hooks", TrainingError):
+
+    run = _run_for_hooks(training, directory)
+    with world.together("making the hooks", TrainingError), resume.generators_kept(training):
         events = _events(config, run)
     with on_signals() as stop:
         try:
             return _steps(training, checkpoints, run, events, stop)
         except BaseException as error:
-            events.on_error(run=run, error=error)
+            with contextlib.suppress(Exception):  # what went wrong first is what is told
+                events.on_error(run=run, error=error)
             raise
 
 
@@ -89,7 +96,7 @@ def _run_for_hooks(training: Training, directory: Path) -> Run:
 def _events(config: RunConfig, run: Run) -> Any:
     manager = pluggy.PluginManager("core_plugin")
     manager.add_hookspecs(Events)
-    for selection in config.selections["hooks"]:
+    for selection in reversed(config.selections["hooks"]):  # pluggy calls the last one first
         hook = selection.implementation(selection.params, run)
         if hook is not None:
             manager.register(hook)
@@ -109,14 +116,16 @@ def _steps(
     def save() -> None:
         _require_finite(training.step, "grad_norm", float(stepper.grad_norm))
         path = checkpoints.save(training.step, lambda d: resume.write(training, d))
-        events.on_checkpoint(run=run, path=path)
+        with resume.generators_kept(training):
+            events.on_checkpoint(run=run, path=path)
 
-    events.on_start(run=run)
+    with resume.generators_kept(training):
+        events.on_start(run=run)
     while training.step < settings.steps and stepper.step():
         run.step = training.step
         events.on_step(run=run)
         if training.step % settings.log_every == 0 or training.step == settings.steps:
-            events.on_log(run=run, metrics=log.metrics(stepper))
+            events.on_log(run=run, metrics=log.metrics(stepper.grad_norm))
         if every and training.step % every == 0:
             save()
             saved = training.step
@@ -141,8 +150,6 @@ class Stepper:
         self._autocast = _autocast(training)
         averaged = training.strategy.capabilities.averages_gradients
         self._gradient_factor = training.world.size if averaged else 1
-        self.loss_sum = torch.zeros((), device=training.device)
-        self.token_sum = 0
         self.grad_norm = torch.zeros(())
         self._read(training.step)
 
@@ -182,7 +189,7 @@ class Stepper:
         training.optimizer.step()
         training.scheduler.step()
         training.optimizer.zero_grad(set_to_none=True)
-        self.token_sum += tokens
+        training.unlogged_tokens += tokens
         training.tokens += tokens
         training.step += 1
         return True
@@ -194,7 +201,7 @@ class Stepper:
             with self._autocast:
                 loss = self._loss(training.model, batch)
             (loss * (self._gradient_factor / tokens)).backward()
-        self.loss_sum += loss.detach()
+        training.unlogged_loss += loss.detach()
 
 
 def _autocast(training: Training) -> AbstractContextManager[Any]:
@@ -209,32 +216,33 @@ class Log:
     def __init__(self, training: Training) -> None:
         self._training = training
         self._started = self._last = time.perf_counter()
+        self._tokens = training.tokens
 
-    def metrics(self, stepper: Stepper) -> Mapping[str, float]:
+    def metrics(self, grad_norm: torch.Tensor) -> Mapping[str, float]:
         """See :meth:`core_plugin.types.hook.Events.on_log`. Collective.
 
         Raises:
             TrainingError: The loss or the gradients are not finite.
         """
         training = self._training
-        loss = stepper.loss_sum.detach().to("cpu", torch.float64)
+        loss = training.unlogged_loss.to("cpu", torch.float64)
         if training.world.size > 1:
             dist.all_reduce(loss, group=training.world.control)
         now = time.perf_counter()
         metrics = {
             "step": training.step,
-            "loss": loss.item() / stepper.token_sum,
-            "grad_norm": float(stepper.grad_norm),
+            "loss": loss.item() / training.unlogged_tokens,
+            "grad_norm": float(grad_norm),
             "lr": float(training.scheduler.get_last_lr()[0]),
             "tokens": training.tokens,
-            "tokens_per_second": stepper.token_sum / (now - self._last),
+            "tokens_per_second": (training.tokens - self._tokens) / (now - self._last),
             "seconds": now - self._started,
         }
         for name in ("loss", "grad_norm"):
             _require_finite(training.step, name, metrics[name])
-        self._last = now
-        stepper.loss_sum.zero_()
-        stepper.token_sum = 0
+        self._last, self._tokens = now, training.tokens
+        training.unlogged_loss.zero_()
+        training.unlogged_tokens = 0
         return metrics
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -44,11 +45,13 @@ class Materializer:
         self._base_name = base_name
         self._names = {module: name for name, module in model.named_modules()}
         self._owners: dict[int, nn.Module] = {}
+        self._places: Counter[int] = Counter()
         for module in model.modules():
             for _, tensor in _own_tensors(module):
                 self._owners.setdefault(id(tensor), module)
-        self._made: dict[int, Tensor] = {}
-        self._meta: list[Tensor] = []  # keeps the ids in _made from being used again
+                self._places[id(tensor)] += 1
+        self._tied: dict[int, Tensor] = {}  # what is made, and not in all of its places yet
+        self._meta: list[Tensor] = []  # keeps their ids from being used again
         self._weights = _Weights(weights)
         self._weights.check(
             base_name(n) for n, _ in _persistent(model) if not _of_adapter(model, n)
@@ -58,10 +61,19 @@ class Materializer:
         """Materialise what is on ``meta`` in a part of the model."""
         for module in part.modules():
             for name, tensor in list(_own_tensors(module)):
-                if tensor.is_meta:
-                    if id(tensor) not in self._made:
+                if getattr(module, name).is_meta:
+                    if id(tensor) not in self._tied:
                         self._fill(self._owners[id(tensor)])
-                    _assign(module, name, self._made[id(tensor)])
+                    if module is not self._owners[id(tensor)]:
+                        self._put(module, name, tensor, self._tied[id(tensor)])
+
+    def _put(self, module: nn.Module, name: str, meta: Tensor, made: Tensor) -> None:
+        """Put what was made for a tensor into one of its places; no more is held than is tied."""
+        _assign(module, name, made)
+        self._places[id(meta)] -= 1
+        self._tied[id(meta)] = made
+        if not self._places[id(meta)]:
+            del self._tied[id(meta)]
 
     def _fill(self, module: nn.Module) -> None:
         """Make what a module owns itself; of tied tensors, the first module is the owner."""
@@ -82,9 +94,10 @@ class Materializer:
         for name, tensor in own.items():
             if name in fresh:
                 self._meta.append(tensor)
-                self._made[id(tensor)] = _on_device(getattr(module, name), self._device)
-                tensor = self._made[id(tensor)]
-            _assign(module, name, tensor)
+                made = _on_device(getattr(module, name), self._device)
+                self._put(module, name, tensor, made)
+            else:
+                _assign(module, name, tensor)
 
 
 class _Weights:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from core_plugin.training.checkpoint import Checkpoints, rng_state, seed_everyth
 from core_plugin.training.world import World
 
 RUN_FILE = "run.json"
+LAUNCH_MARK = ".launched"
 _FREE_TO_CHANGE = (
     "checkpoint",
     "device",
@@ -39,27 +41,36 @@ def write(training: Training, directory: Path) -> None:
     config, world = training.config, training.world
     peft = config.get("peft")
     tensors = directory / "state"
-    if world.rank == 0:
-        tensors.mkdir()
-        _write_run(training, directory)
-        torch.save(training.scheduler.state_dict(), directory / "scheduler.pt")
-        training.tokenizer.save(str(directory / "tokenizer.json"))
-    generators = rng_state(training.backend.rng_state(training.device))
-    torch.save(generators, directory / f"rng-{world.rank:05d}.pt")
-    world.barrier()
+    with world.together(f"writing {directory}", CheckpointError):
+        if world.rank == 0:
+            tensors.mkdir()
+            _write_run(training, directory)
+            torch.save(training.scheduler.state_dict(), directory / "scheduler.pt")
+            training.tokenizer.save(str(directory / "tokenizer.json"))
+        of_rank = {
+            "generators": rng_state(training.backend.rng_state(training.device)),
+            "unlogged_loss": training.unlogged_loss.cpu(),
+        }
+        torch.save(of_rank, _rank_file(directory, world.rank))
     training.strategy.save_checkpoint(
         training.model, training.optimizer, tensors, include_frozen=peft is None
     )
     if peft is not None:
         trained = training.strategy.full_state_dict(training.model, True)
-        if world.rank == 0:
-            peft.implementation.save(directory / "adapter", peft.params, trained)
+        with world.together(f"writing the adapter into {directory}", CheckpointError):
+            if world.rank == 0:
+                peft.implementation.save(directory / "adapter", peft.params, trained)
+
+
+def _rank_file(directory: Path, rank: int) -> Path:
+    return directory / f"rank-{rank:05d}.pt"
 
 
 def _write_run(training: Training, directory: Path) -> None:
     document = {
         "step": training.step,
         "tokens": training.tokens,
+        "unlogged_tokens": training.unlogged_tokens,
         "world_size": training.world.size,
         "samples": training.batches.samples,
         "config": training.config.resolved(),
@@ -69,24 +80,23 @@ def _write_run(training: Training, directory: Path) -> None:
     (directory / RUN_FILE).write_text(text, encoding="utf-8")
 
 
-def choose(config: RunConfig, checkpoints: Checkpoints) -> Path | None:
-    """The checkpoint to go on from, verified; None for a new run.
+def choose(config: RunConfig, checkpoints: Checkpoints, world: World) -> Path | None:
+    """The checkpoint to go on from, verified; None for a new run. Collective.
 
     Raises:
         ConfigError: A new run would mix its checkpoints with those of another one.
         CheckpointError: The one that is asked for is missing or broken.
     """
     wish = config.checkpoint.resume
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0 and wish == "none":
-        wish = "auto"  # an elastic agent started all ranks again after one was lost
-    existing = list(checkpoints.steps().values())
+    if world.from_first(_is_restarted(config) if world.rank == 0 else None):
+        wish = "auto"
+    existing = checkpoints.steps()
+    if wish == "none" and existing:
+        raise ConfigError(
+            f"{config.checkpoint.directory} has checkpoints already (up to step {max(existing)}); "
+            "go on from the newest with --resume, or choose another checkpoint.directory"
+        )
     if wish == "none":
-        if existing:
-            raise ConfigError(
-                f"{config.checkpoint.directory} has checkpoints already (up to "
-                f"{existing[-1].name}); go on from the newest with --resume, or choose another "
-                "checkpoint.directory"
-            )
         return None
     if wish == "auto":
         newest = checkpoints.newest()
@@ -99,7 +109,38 @@ def choose(config: RunConfig, checkpoints: Checkpoints) -> Path | None:
     faults = checkpoints.verify(Path(wish))
     if faults:
         raise CheckpointError(f"the checkpoint {wish} is broken:\n  " + "\n  ".join(faults))
+    if later := [step for step in existing if step > _saved(Path(wish))["step"]]:
+        raise ConfigError(
+            f"{config.checkpoint.directory} has checkpoints after {wish} (up to step "
+            f"{max(later)}), which those of the run would be mixed with; choose another "
+            "checkpoint.directory"
+        )
     return Path(wish)
+
+
+def _is_restarted(config: RunConfig) -> bool:
+    """Whether an elastic agent started all ranks again, after this run had begun.
+
+    Its first attempt leaves a mark when it has chosen where to start; it takes away an older one
+    before, so that it cannot be taken for its own.
+    """
+    mark = Path(config.checkpoint.directory, LAUNCH_MARK)
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        return mark.exists()
+    mark.unlink(missing_ok=True)
+    return False
+
+
+def mark_launch(config: RunConfig) -> None:
+    """Leave the mark that :func:`choose` looks for when all ranks are started again."""
+    mark = Path(config.checkpoint.directory, LAUNCH_MARK)
+    mark.parent.mkdir(parents=True, exist_ok=True)
+    mark.touch()
+
+
+def _saved(directory: Path) -> dict[str, Any]:
+    text = (directory / RUN_FILE).read_text(encoding="utf-8")
+    return json.loads(text)  # type: ignore[no-any-return]
 
 
 def load(training: Training, directory: Path) -> None:
@@ -108,7 +149,7 @@ def load(training: Training, directory: Path) -> None:
     Raises:
         CheckpointError: The checkpoint is of another run, or its tensors do not fit.
     """
-    saved = json.loads((directory / RUN_FILE).read_text(encoding="utf-8"))
+    saved = _saved(directory)
     if not training.config.checkpoint.allow_changes:
         changes = list(_changes(saved, training.config))
         if saved["samples"] != training.batches.samples:
@@ -121,6 +162,7 @@ def load(training: Training, directory: Path) -> None:
                 + "\n  ".join(changes)
                 + "\nto go on all the same: checkpoint.allow_changes=true"
             )
+    hyperparameters = _Hyperparameters(training)
     training.strategy.load_checkpoint(
         training.model,
         training.optimizer,
@@ -129,17 +171,64 @@ def load(training: Training, directory: Path) -> None:
     )
     scheduler = torch.load(directory / "scheduler.pt", weights_only=True)
     training.scheduler.load_state_dict(scheduler)
+    if training.config.checkpoint.allow_changes:
+        hyperparameters.restore()
     training.step, training.tokens = saved["step"], saved["tokens"]
-    _restore_generators(training, directory, saved["world_size"])
+    training.unlogged_tokens = saved["unlogged_tokens"]
+    _load_of_rank(training, directory, saved["world_size"])
 
 
-def _restore_generators(training: Training, directory: Path, world_size: int) -> None:
-    """The rank's own generators; new ones where the number of ranks has changed."""
+class _Hyperparameters:
+    """What the run's own configuration says of the optimizer, to go before the checkpoint's."""
+
+    def __init__(self, training: Training) -> None:
+        self._optimizer, self._scheduler = training.optimizer, training.scheduler
+        self._groups = [
+            {k: v for k, v in g.items() if k != "params"} for g in self._optimizer.param_groups
+        ]
+        self._base_lrs = list(self._scheduler.base_lrs)
+
+    def restore(self) -> None:
+        """Put it back; the learning rates stay at the same place of their schedule."""
+        groups = self._optimizer.param_groups
+        for group, options, before, now in zip(
+            groups, self._groups, self._scheduler.base_lrs, self._base_lrs, strict=True
+        ):
+            lr = group["lr"] * (now / before) if before else now
+            group.update(options)
+            group["lr"] = lr
+        self._scheduler.base_lrs = self._base_lrs
+
+
+def _load_of_rank(training: Training, directory: Path, world_size: int) -> None:
+    """What each rank keeps for itself.
+
+    Where the number of ranks has changed, generators are seeded anew, and rank 0 takes all that is
+    left to log.
+    """
+    rank = training.world.rank
     if world_size == training.world.size:
-        state = torch.load(directory / f"rng-{training.world.rank:05d}.pt", weights_only=True)
-        set_rng_state(state, lambda s: training.backend.set_rng_state(training.device, s))
-    else:
-        seed_rank(training.config, training.world, training.step)
+        own = torch.load(_rank_file(directory, rank), weights_only=True)
+        training.unlogged_loss.copy_(own["unlogged_loss"])
+        set_rng_state(
+            own["generators"], lambda s: training.backend.set_rng_state(training.device, s)
+        )
+        return
+    seed_rank(training.config, training.world, training.step)
+    if rank == 0:
+        for other in range(world_size):
+            of_rank = torch.load(_rank_file(directory, other), weights_only=True)
+            training.unlogged_loss += of_rank["unlogged_loss"].to(training.device)
+
+
+@contextmanager
+def generators_kept(training: Training) -> Iterator[None]:
+    """A block that leaves the random generators as they were, whatever draws in it."""
+    kept = rng_state(training.backend.rng_state(training.device))
+    try:
+        yield
+    finally:
+        set_rng_state(kept, lambda s: training.backend.set_rng_state(training.device, s))
 
 
 def seed_rank(config: RunConfig, world: World, step: int) -> None:
@@ -150,16 +239,17 @@ def seed_rank(config: RunConfig, world: World, step: int) -> None:
 def _changes(saved: Mapping[str, Any], config: RunConfig) -> Iterator[str]:
     before, now = dict(_flat(saved["config"])), dict(_flat(config.resolved()))
     for key in sorted(before.keys() | now.keys()):
-        if before.get(key) != now.get(key) and not key.startswith(_FREE_TO_CHANGE):
+        free = any(f"{key}.".startswith(f"{name}.") for name in _FREE_TO_CHANGE)
+        if before.get(key) != now.get(key) and not free:
             yield f"{key} was {before.get(key)!r} and is {now.get(key)!r}"
-    written = {tuple(_identity(mark)): mark for mark in saved["plugins"]}
+    written = {_identity(mark) for mark in saved["plugins"]}
     for mark in provenance.fingerprints(config):
         if mark.slot in _FREE_TO_CHANGE:
             continue
-        same_slot = [m for m in written.values() if m["slot"] == mark.slot]
-        if mark.identity not in written and any(m["name"] == mark.name for m in same_slot):
+        others = [m for m in saved["plugins"] if (m["slot"], m["name"]) == (mark.slot, mark.name)]
+        if others and mark.identity not in written:
             yield (
-                f"{mark.slot} {mark.name!r} was {same_slot[0]['distribution']}'s and is "
+                f"{mark.slot} {mark.name!r} was {others[0]['distribution']}'s and is "
                 f"{mark.distribution}'s"
             )
 

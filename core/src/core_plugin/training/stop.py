@@ -1,4 +1,4 @@
-"""The wish to stop: SIGINT and SIGTERM end a run after the step that is under way."""
+"""The wish to stop: SIGINT and SIGTERM end a run after the step that is under way, or the next."""
 
 from __future__ import annotations
 

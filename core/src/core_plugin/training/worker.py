@@ -41,7 +41,7 @@ class Worker:
             return error.exit_code
         except Exception as error:
             if _lost_contact(error):
-                message = f"rank {world.rank} lost contact with another rank"
+                message = f"rank {world.rank} lost contact with another rank ({error})"
                 return _report(message, error, self.debug)
             return _report(f"rank {world.rank}: {type(error).__name__}: {error}", error, True)
         if outcome is Outcome.STOPPED:

@@ -11,17 +11,18 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.rendezvous import rendezvous
 
-from core_plugin.errors import ConfigError, CorePluginError, RankMismatchError
+from core_plugin.errors import ConfigError, CorePluginError, RankMismatchError, TrainingError
 
 T = TypeVar("T")
 
 TIMEOUT = timedelta(minutes=10)
-"""How long a rank waits for the others in one exchange."""
+"""How long a rank waits for the others in an exchange of tensors."""
+CONTROL_TIMEOUT = timedelta(hours=1)
+"""How long it waits for them to agree: one of them may be making a tokenizer, or uploading."""
 
 
 @dataclass(frozen=True)
@@ -78,11 +79,13 @@ def _torchrun_place(environment: Mapping[str, str]) -> Place:
 
 def _slurm_place(environment: Mapping[str, str]) -> Place:
     size = environment.get("SLURM_STEP_NUM_TASKS", environment.get("SLURM_NTASKS", "1"))
+    tasks = environment.get("SLURM_STEP_TASKS_PER_NODE", size)
     return Place(
         _number(environment, "SLURM_PROCID"),
         _number(environment, "SLURM_LOCALID"),
         _number({"SLURM_NTASKS": size}, "SLURM_NTASKS"),
-        int(re.split(r"[(,]", environment.get("SLURM_STEP_TASKS_PER_NODE", size))[0]),
+        # "2(x3),4" is three nodes with two tasks each, and one with four.
+        max(map(int, re.findall(r"(\d+)(?:\(x\d+\))?", tasks))),
     )
 
 
@@ -142,10 +145,10 @@ class World:
             RankMismatchError: On every rank, with a table of what differs, or with the failures
                 of the others.
         """
-        error: CorePluginError | None = None
+        error: Exception | None = None
         try:
             yield
-        except CorePluginError as caught:
+        except Exception as caught:
             error = caught
         report = {"identity": dict(identity), "failure": error and str(error)}
         self.store.set(f"report/{self.rank}", json.dumps(report))
@@ -180,11 +183,7 @@ class World:
             world_size=self.size,
             timeout=TIMEOUT,
         )
-        self.control = dist.new_group(backend="gloo", timeout=TIMEOUT)
-
-    def barrier(self) -> None:
-        """Wait until every rank is here."""
-        dist.barrier(group=self.control)
+        self.control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value, on every rank. Collective."""
@@ -199,18 +198,27 @@ class World:
         return values[0]  # type: ignore[return-value]
 
     @contextmanager
-    def together(self, what: str, error_type: type[CorePluginError]) -> Iterator[None]:
+    def together(
+        self, what: str, error_type: type[CorePluginError], *, collective: bool = False
+    ) -> Iterator[None]:
         """A block that either no rank fails in or all do. Collective at its end.
 
         Args:
             what: What the block does, for the message.
-            error_type: What every rank raises if one of them fails.
+            error_type: What is raised for an error that is not the user's.
+            collective: The block itself exchanges something. A rank that fails in it cannot wait
+                for the others, who may wait for it: it ends at once, and they lose contact.
         """
         error: BaseException | None = None
         try:
             yield
         except (Exception, CheckpointException) as caught:
             error = caught
+        if error and collective:
+            if isinstance(error, CorePluginError):
+                raise error
+            text = f"{type(error).__name__}: {error}"
+            raise error_type(f"{what} failed on rank {self.rank}: {text}") from error
         failures = self.gather(error and f"{type(error).__name__}: {error}")
         failed = [f"rank {r}: {text}" for r, text in enumerate(failures) if text]
         if failed:
@@ -254,15 +262,16 @@ def join(place: Place | None) -> Iterator[World]:
         world = World(Place(), dist.HashStore())
     else:
         os.environ.update(rendezvous_variables(place, os.environ))
-        store, _, _ = next(iter(rendezvous("env://", timeout=TIMEOUT)))
+        try:
+            store, _, _ = next(iter(rendezvous("env://", timeout=TIMEOUT)))
+        except dist.DistError as error:
+            raise TrainingError(
+                f"the ranks cannot meet at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+                f" ({str(error).splitlines()[0]}); is the port free, and did every host start?"
+            ) from error
         world = World(place, store)
     try:
         yield world
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-def backends(device: torch.device, backend: str) -> str:
-    """The process group's backends: the device's own, and gloo for what is on the CPU."""
-    return "gloo" if backend == "gloo" else f"cpu:gloo,{device.type}:{backend}"

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 class Samples(Protocol):
     """A map from a sample's index to the sample.
 
-    Which index is read when, and by which rank, is the training loop's business: the order is a
+    An index always gives the same sample: on every rank, in every epoch, and after a resume.
+    Which one is read when, and by which rank, is the training loop's business: the order is a
     function of the seed and of one global sample counter, for any number of ranks.
     """
 

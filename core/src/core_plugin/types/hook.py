@@ -68,7 +68,8 @@ class Events:
             run: The run.
             metrics: ``step``, ``loss`` (mean over the supervised tokens since the last log),
                 ``grad_norm`` (before clipping), ``lr``, ``tokens`` (supervised, since the start),
-                ``tokens_per_second``, ``seconds`` (since the start). The same on all ranks.
+                and, which alone differ between ranks, ``tokens_per_second`` and ``seconds`` (since
+                the start).
         """
 
     @hookspec

@@ -14,7 +14,7 @@ def kernel(model: nn.Module, params: Any) -> nn.Module:  # type: ignore[empty-bo
     """Put the kernel into a model that is on ``meta``, before adapters and sharding.
 
     Returns:
-        The model, changed in place or wrapped; parameters keep their names.
+        The model, changed in place; parameters keep their names.
     """
 
 

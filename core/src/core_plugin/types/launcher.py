@@ -25,10 +25,10 @@ class BaseLauncher(Implementation, abstract=True):
 
         Args:
             params: The implementation's ``Params``.
-            worker: Picklable. Each process calls it with ``RANK``, ``LOCAL_RANK``,
-                ``WORLD_SIZE``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` in its
-                environment (or none of them, for a run of one process). It reports its own
-                errors and returns an exit code.
+            worker: Picklable. Each process calls it in its main thread, with ``RANK``,
+                ``LOCAL_RANK``, ``WORLD_SIZE``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and
+                ``MASTER_PORT`` in its environment (or none of them, for a run of one process).
+                It reports its own errors and returns an exit code.
 
         Returns:
             The exit code: 0 if all workers returned 0. If one fails, the others are ended.

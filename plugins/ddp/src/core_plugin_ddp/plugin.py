@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
     from torch.nn.parallel import DistributedDataParallel
+
+    from core_plugin.config import RunConfig
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,16 @@ class DDPParams:
     def __post_init__(self) -> None:
         if not self.bucket_cap_mb > 0:
             raise ValueError(f"bucket_cap_mb must be positive, got {self.bucket_cap_mb}")
+
+    def faults(self, run: RunConfig) -> Iterator[str]:
+        """What torch cannot do in this run."""
+        launcher = run["launcher"]
+        ranks = launcher.implementation.processes(launcher.params)
+        if self.static_graph and run.train.global_batch_size > run.train.micro_batch_size * ranks:
+            yield (
+                "static_graph does not go with several micro-batches in a step; raise "
+                "train.micro_batch_size, or leave static_graph out"
+            )
 
 
 class DDP(BaseDistributed):

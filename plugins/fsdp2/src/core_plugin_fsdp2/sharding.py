@@ -74,6 +74,7 @@ def _policy(params: FSDP2Params, context: ShardContext, root: bool) -> MixedPrec
         param_dtype=context.dtype,
         reduce_dtype=getattr(torch, params.reduce_dtype),
         output_dtype=torch.float32 if root else None,
+        cast_forward_inputs=root,  # what a block gets beside its activations keeps its precision
     )
 
 
