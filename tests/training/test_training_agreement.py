@@ -48,7 +48,7 @@ def start_ranks(
                 env={
                     **environment,
                     "PYTHONPATH": path,
-                    **(environments[rank] if environments else {}),
+                    **variables,
                 },
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
