@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -11,50 +12,32 @@ from pathlib import Path
 
 import pytest
 
-RANK_SCRIPT = """
-import os, sys
-os.environ["RANK"] = os.environ["LOCAL_RANK"] = sys.argv[1]
-sys.argv = ["core-plugin", "train", *sys.argv[2:]]
-from core_plugin.cli import main
-main()
-"""
 
-
-def start_ranks(
-    workspace, file: Path, ranks: int, *, options=(), paths=(), environments=(), script=RANK_SCRIPT
-):
-    """Start each rank by itself, as a cluster's own launcher does; they may differ."""
-    import socket
-
+def torchruns_variables(ranks: int) -> list[dict[str, str]]:
+    """What torchrun sets for each of its processes."""
     with contextlib.closing(socket.socket()) as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    environment = {
-        **workspace.environment,
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    processes = []
-    for rank in range(ranks):
-        changes = options[rank] if options else ()
-        variables = environments[rank] if environments else {}
-        path = os.pathsep.join([*(paths[rank] if paths else ()), environment["PYTHONPATH"]])
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, "-c", script, str(rank), str(file), *changes],
-                cwd=workspace.path,
-                env={
-                    **environment,
-                    "PYTHONPATH": path,
-                    **variables,
-                },
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
+    world = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return [{**world, "RANK": str(r), "LOCAL_RANK": str(r)} for r in range(ranks)]
+
+
+def start_ranks(workspace, file: Path, variables, *, options=None, directories=None):
+    """Start each rank by itself, as a cluster's own launcher does; they may differ."""
+    options = options or [[]] * len(variables)
+    directories = directories or [workspace.path] * len(variables)
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "core_plugin", "train", str(file), *options[rank]],
+            cwd=directories[rank],
+            env=workspace.environment | of_rank,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
+        for rank, of_rank in enumerate(variables)
+    ]
     try:
         outputs = [p.communicate(timeout=90)[0] for p in processes]
     finally:
@@ -66,7 +49,9 @@ def start_ranks(
 def test_ranks_with_different_configurations_end_with_a_table(workspace):
     file = workspace.write(workspace.small(distributed="ddp"), 2, "run")
     started = time.monotonic()
-    codes, outputs = start_ranks(workspace, file, 2, options=[[], ["optimizer.lr=0.5"]])
+    codes, outputs = start_ranks(
+        workspace, file, torchruns_variables(2), options=[[], ["optimizer.lr=0.5"]]
+    )
     assert codes == [1, 1], outputs
     assert time.monotonic() - started < 60
     text = "".join(outputs)
@@ -88,9 +73,12 @@ def test_ranks_with_different_versions_of_a_plugin_end_with_a_table(workspace):
         (site / "acme.py").write_text(
             f"def kernel(model, params):\n    return model  # {version}\n"
         )
-        paths.append([str(site)])
+        paths.append(os.pathsep.join([str(site), workspace.environment["PYTHONPATH"]]))
     file = workspace.write(workspace.small(distributed="ddp", kernels=["acme"]), 2, "run")
-    codes, outputs = start_ranks(workspace, file, 2, paths=paths)
+    variables = torchruns_variables(2)
+    for of_rank, path in zip(variables, paths, strict=True):
+        of_rank["PYTHONPATH"] = path
+    codes, outputs = start_ranks(workspace, file, variables)
     assert codes == [1, 1], outputs
     text = "".join(outputs)
     assert "kernels acme" in text
@@ -100,7 +88,9 @@ def test_ranks_with_different_versions_of_a_plugin_end_with_a_table(workspace):
 
 def test_a_device_that_one_rank_lacks_ends_all_of_them(workspace):
     file = workspace.write(workspace.small(distributed="ddp", device="cpu"), 2, "run")
-    codes, outputs = start_ranks(workspace, file, 2, options=[[], ["device=cuda"]])
+    codes, outputs = start_ranks(
+        workspace, file, torchruns_variables(2), options=[[], ["device=cuda"]]
+    )
     assert codes == [1, 1], outputs
     assert all("the device 'cuda' cannot be used here" in output for output in outputs)
 
@@ -113,8 +103,8 @@ def test_ranks_with_different_data_end_with_a_table(workspace):
         (workspace.path / str(rank)).mkdir()
         (workspace.path / str(rank) / "own-corpus.txt").write_text(corpus[rank * 500 :])
     file = workspace.write(document, 2, "run")
-    script = "import os, sys; os.chdir(sys.argv[1]); " + RANK_SCRIPT.strip().replace("\n", "\n")
-    codes, outputs = start_ranks(workspace, file, 2, script=script)
+    directories = [workspace.path / "0", workspace.path / "1"]
+    codes, outputs = start_ranks(workspace, file, torchruns_variables(2), directories=directories)
     assert codes == [1, 1], outputs
     assert "the ranks have different data" in "".join(outputs)
 
@@ -123,7 +113,9 @@ def test_a_fault_of_the_device_plugin_on_one_rank_ends_all_of_them(workspace):
     document = workspace.small(distributed="ddp", device={"name": "recording", "threads": 1})
     file = workspace.write(document, 2, "run")
     started = time.monotonic()
-    codes, outputs = start_ranks(workspace, file, 2, environments=[{}, {"BROKEN_DEVICE": "1"}])
+    variables = torchruns_variables(2)
+    variables[1]["BROKEN_DEVICE"] = "1"
+    codes, outputs = start_ranks(workspace, file, variables)
     assert codes == [1, 1], outputs
     assert "no such device" in "".join(outputs)
     assert time.monotonic() - started < 60
@@ -131,7 +123,17 @@ def test_a_fault_of_the_device_plugin_on_one_rank_ends_all_of_them(workspace):
 
 def test_ranks_that_agree_train(workspace):
     file = workspace.write(workspace.small(distributed="fsdp2"), 2, "run")
-    codes, outputs = start_ranks(workspace, file, 2)
+    codes, outputs = start_ranks(workspace, file, torchruns_variables(2))
+    assert codes == [0, 0], outputs
+    assert [m["step"] for m in workspace.metrics()] == [1, 2, 3, 4]
+
+
+def test_the_tasks_of_a_slurm_step_are_the_ranks_of_a_run(workspace):
+    file = workspace.write(workspace.small(distributed="ddp"), 2, "run")
+    step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
+    step["SLURM_JOB_ID"] = str(os.getpid())
+    tasks = [{**step, "SLURM_PROCID": str(n), "SLURM_LOCALID": str(n)} for n in (0, 1)]
+    codes, outputs = start_ranks(workspace, file, tasks)
     assert codes == [0, 0], outputs
     assert [m["step"] for m in workspace.metrics()] == [1, 2, 3, 4]
 
@@ -154,7 +156,7 @@ def test_torchrun_starts_the_ranks_of_a_run(workspace):
 
 def test_an_outer_launcher_with_another_number_of_processes_is_refused(workspace):
     file = workspace.write(workspace.small(distributed="fsdp2"), 3, "run")
-    codes, outputs = start_ranks(workspace, file, 2)
+    codes, outputs = start_ranks(workspace, file, torchruns_variables(2))
     assert codes == [2, 2], outputs
     assert "asks for 3 processes" in outputs[0]
 
@@ -166,7 +168,9 @@ def test_a_strategy_for_one_process_is_refused_on_two(workspace):
     assert code == 2
     assert "2 processes, but the strategy 'none' is for one" in output
     document = workspace.small(distributed="none", launcher="local")
-    codes, outputs = start_ranks(workspace, workspace.write(document, 1, "run"), 2)
+    codes, outputs = start_ranks(
+        workspace, workspace.write(document, 1, "run"), torchruns_variables(2)
+    )
     assert codes != [0, 0]
     assert "each would train by itself" in "".join(outputs)
 

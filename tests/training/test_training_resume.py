@@ -91,6 +91,20 @@ def test_a_kill_at_a_random_moment_loses_nothing(workspace, seed):
     assert_same_bits(final_state(workspace), final_state(workspace, "undisturbed"))
 
 
+@pytest.mark.parametrize(
+    ("moment", "rank"), [("writing tensors", 1), ("hashing", 1), ("completing", 0)]
+)
+def test_a_kill_in_the_middle_of_a_save_loses_nothing(workspace, moment, rank):
+    document = job(workspace, "fsdp2")
+    expected = workspace.train(document, 2, directory="undisturbed")
+    code, output = interrupted(workspace, document, 2, step=3, rank=rank, what=f"kill in {moment}")
+    assert code != 0, output
+    assert [p.name for p in workspace.checkpoints()] == ["step-00000002"]
+    resumed = workspace.train(document, 2, "--resume")
+    assert [m["loss"] for m in resumed] == [m["loss"] for m in expected]
+    assert_same_bits(final_state(workspace), final_state(workspace, "undisturbed"))
+
+
 def test_every_strategy_goes_on_from_every_other_ones_checkpoint(workspace):
     constant = {"scheduler": "constant"}  # a schedule over six steps is another one over four
     document = job(workspace, "none", **constant)

@@ -214,26 +214,38 @@ def faults(params: FaultsParams, run: Run) -> object | None:
     return Faults()
 
 
-def _fill_disk(module: str, function: str) -> None:
-    """From now on, what writes fails on this rank as it does on a full disk."""
+def _replace(module: str, function: str, what: Any) -> None:
+    """From now on, a function does something else on this rank."""
+    setattr(importlib.import_module(module), function, lambda *_, **__: what())
 
-    def write(*args: Any, **kwargs: Any) -> None:
-        raise OSError(28, "No space left on device")
 
-    setattr(importlib.import_module(module), function, write)
+def _kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _raise() -> None:
     raise ValueError("a fault of this hook")
 
 
+def _full() -> None:
+    raise OSError(28, "No space left on device")
+
+
+WRITE_TENSOR = ("torch.distributed.checkpoint.filesystem", "_write_item")
+WRITE_FILE = ("torch", "save")
+READ_STATE = ("core_plugin.state", "optimizer_tensors")
 FAULTS = {
-    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "kill": _kill,
     "interrupt": lambda: os.kill(os.getpid(), signal.SIGINT),
     "raise": _raise,
-    "full disk": lambda: _fill_disk("torch.distributed.checkpoint.filesystem", "_write_item"),
-    "full disk for generators": lambda: _fill_disk("torch", "save"),
-    "full disk for the optimizer": lambda: _fill_disk("core_plugin.state", "optimizer_tensors"),
+    "full disk": lambda: _replace(*WRITE_TENSOR, _full),
+    "full disk for generators": lambda: _replace(*WRITE_FILE, _full),
+    "full disk for the optimizer": lambda: _replace(
+        "core_plugin.state", "optimizer_tensors", _full
+    ),
+    "kill in writing tensors": lambda: _replace(*WRITE_TENSOR, _kill),
+    "kill in hashing": lambda: _replace("core_plugin.training.checkpoint", "_hash_files", _kill),
+    "kill in completing": lambda: _replace("core_plugin.training.checkpoint", "_complete", _kill),
 }
 
 
