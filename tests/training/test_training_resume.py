@@ -156,6 +156,16 @@ def test_ctrl_c_in_a_terminal_saves_on_every_rank(workspace):
     assert saved.name == f"step-{workspace.metrics()[-1]['step']:08d}"
 
 
+@pytest.mark.parametrize(("strategy", "ranks"), [("none", 1), ("ddp", 2)])
+def test_ctrl_c_before_the_first_step_just_ends_the_run(workspace, strategy, ranks):
+    document = job(workspace, strategy, kernels=["interrupted"])
+    code, output = workspace.run(["train", str(workspace.write(document, ranks, "run"))])
+    assert code == 130, output
+    assert "stopped before the first step" in output
+    assert "Traceback" not in output
+    assert workspace.checkpoints() == []
+
+
 @pytest.mark.parametrize("start_method", ["fork", "spawn"])
 def test_an_elastic_restart_goes_on_from_the_newest_checkpoint(workspace, start_method):
     document = job(workspace, "fsdp2")

@@ -162,7 +162,8 @@ def load(training: Training, directory: Path) -> None:
                 + "\n  ".join(changes)
                 + "\nto go on all the same: checkpoint.allow_changes=true"
             )
-    hyperparameters = _Hyperparameters(training)
+    changed = training.config.checkpoint.allow_changes
+    hyperparameters = _Hyperparameters(training) if changed else None
     training.strategy.load_checkpoint(
         training.model,
         training.optimizer,
@@ -171,7 +172,7 @@ def load(training: Training, directory: Path) -> None:
     )
     scheduler = torch.load(directory / "scheduler.pt", weights_only=True)
     training.scheduler.load_state_dict(scheduler)
-    if training.config.checkpoint.allow_changes:
+    if hyperparameters is not None:
         hyperparameters.restore()
     training.step, training.tokens = saved["step"], saved["tokens"]
     training.unlogged_tokens = saved["unlogged_tokens"]

@@ -34,3 +34,12 @@ def on_signals() -> Iterator[StopRequest]:
     finally:
         for number, handler in earlier.items():
             signal.signal(number, handler)
+
+
+def restore_default_handlers() -> None:
+    """Undo what a launcher set for SIGINT and SIGTERM in the process that this one was forked from.
+
+    Until a run takes its first step, there is nothing to save: they end the process.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)

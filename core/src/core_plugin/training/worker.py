@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from core_plugin.config import RunConfig
 from core_plugin.errors import ConfigError, CorePluginError
 from core_plugin.training.loop import Outcome, train
+from core_plugin.training.stop import restore_default_handlers
 from core_plugin.training.world import Place, World, join, place_from_environment
 
 STOPPED = 130
@@ -24,6 +25,7 @@ class Worker:
 
     def __call__(self) -> int:
         """Run, and report what went wrong once, on the rank where it did."""
+        restore_default_handlers()
         try:
             place = place_from_environment()
             _check_place(self.config, place)
@@ -31,6 +33,9 @@ class Worker:
                 return self._run(world)
         except CorePluginError as error:
             return _report(str(error), error, self.debug)
+        except KeyboardInterrupt:
+            print("stopped before the first step; nothing is lost", file=sys.stderr)
+            return STOPPED
 
     def _run(self, world: World) -> int:
         try:
