@@ -78,7 +78,7 @@ def test_quickstart_runs_its_first_steps(tmp_path: Path) -> None:
     smaller = ("model.hidden_size=32", "train.steps=2", "scheduler.warmup_steps=1")
     output = core_plugin_command(tmp_path, "train", example, *smaller, "hooks.3.tokens=4")
     assert "sample at step 2" in output
-    left = {path.name for path in (tmp_path / "runs/quickstart").iterdir()}
+    left = {path.name for path in (tmp_path / "runs/quickstart").glob("[!.]*")}
     assert left == {"checkpoints", "config.yaml", "metrics.jsonl", "plot.png", "samples.jsonl"}
 
 
