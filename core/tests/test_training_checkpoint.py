@@ -51,8 +51,10 @@ def test_damage_is_found_and_the_one_before_it_is_the_newest(checkpoints, damage
     before, damaged = checkpoints.save(1, write), checkpoints.save(2, write)
     damage(damaged)
     assert [f for f in verify(damaged) if message in f]
-    with pytest.warns(UserWarning, match="is broken and passed over"):
+    with pytest.warns(UserWarning, match="is broken, and set aside as broken-step-00000002"):
         assert checkpoints.newest() == before
+    later = checkpoints.save(3, write)
+    assert list(checkpoints.steps().values()) == [before, later]
 
 
 def test_a_save_that_fails_leaves_nothing_and_the_others_as_they_were(checkpoints, tmp_path):

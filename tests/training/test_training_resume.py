@@ -320,6 +320,36 @@ def test_a_new_run_does_not_mix_with_an_old_one(workspace):
     assert "--resume" in output
 
 
+def test_a_directory_that_cannot_be_written_into_is_a_fault_of_the_configuration(workspace):
+    (workspace.path / "run").write_text("a file")
+    code, output = workspace.run(["train", str(workspace.write(job(workspace, "ddp"), 2, "run"))])
+    assert code == 2, output
+    assert "checkpoint.directory: run cannot be written into" in output
+    assert "Traceback" not in output
+    assert output.count("error:") == 1
+
+
+def test_going_on_says_from_where(workspace):
+    document = job(workspace, "none")
+    file = workspace.write(document, 1, "run")
+    assert (
+        "no checkpoint in run: starting anew" in workspace.run(["train", str(file), "--resume"])[1]
+    )
+    _, output = workspace.run(["train", str(file), "--resume", "train.steps=8"])
+    assert "going on from run/checkpoints/step-00000006" in output
+    _, output = workspace.run(["train", str(file), "--resume", "train.steps=8"])
+    assert "nothing to do: 8 steps are done" in output
+
+
+def test_a_hook_with_arguments_that_no_event_has_is_named(workspace):
+    document = job(workspace, "ddp", hooks=["misspelt"])
+    code, output = workspace.run(["train", str(workspace.write(document, 2, "run"))])
+    assert code == 1, output
+    assert "the hook 'misspelt'" in output
+    assert "on_log(run, metrics)" in output
+    assert "Traceback" not in output
+
+
 def test_only_the_newest_checkpoints_are_kept(workspace):
     document = job(workspace, "none")
     document["checkpoint"] = {"every": 1, "keep": 2}

@@ -16,7 +16,7 @@ import pydantic_core
 from core_plugin import document as documents
 from core_plugin import policy
 from core_plugin.errors import ConfigError, CorePluginError
-from core_plugin.params import Origin, near, parse_params
+from core_plugin.params import Origin, near, parse_params, require
 from core_plugin.plugin import BasePlugin
 from core_plugin.types import (
     DataPlugin,
@@ -57,18 +57,23 @@ class TrainParams:
     deterministic: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("steps", "global_batch_size", "micro_batch_size", "log_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.micro_batch_size > self.global_batch_size:
-            raise ValueError(
+        counts = ("steps", "global_batch_size", "micro_batch_size", "log_every")
+        require(
+            *(
+                (getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
+                for name in counts
+            ),
+            (
+                self.micro_batch_size <= self.global_batch_size,
                 f"micro_batch_size ({self.micro_batch_size}) is larger than global_batch_size "
-                f"({self.global_batch_size})"
-            )
-        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
-            raise ValueError(f"max_grad_norm must be positive or null, got {self.max_grad_norm}")
-        if not 0 <= self.seed < 2**63:
-            raise ValueError(f"seed must be from 0 to 2**63 - 1, got {self.seed}")
+                f"({self.global_batch_size})",
+            ),
+            (
+                self.max_grad_norm is None or self.max_grad_norm > 0,
+                f"max_grad_norm must be positive or null, got {self.max_grad_norm}",
+            ),
+            (0 <= self.seed < 2**63, f"seed must be from 0 to 2**63 - 1, got {self.seed}"),
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,11 +81,12 @@ class CheckpointParams:
     """What is saved, where, and where the run starts.
 
     Attributes:
-        directory: Where the run writes: checkpoints, the resolved configuration, logs.
+        directory: Where the run writes: checkpoints, the resolved configuration, logs. Paths count
+            from the working directory.
         every: Steps between two checkpoints; null saves at the end only.
         keep: How many checkpoints are kept, the newest ones.
-        resume: ``none`` starts anew, in a directory without checkpoints; ``auto`` goes on from
-            the newest complete checkpoint, if there is one; else the path of a checkpoint.
+        resume: ``none`` starts anew, in a directory without checkpoints; ``auto`` (``--resume``)
+            goes on from the newest complete checkpoint, if there is one; else the path of one.
         allow_changes: Go on from a checkpoint that another model, data, adapter or optimizer
             configuration or implementation wrote.
     """
@@ -92,10 +98,13 @@ class CheckpointParams:
     allow_changes: bool = False
 
     def __post_init__(self) -> None:
-        if self.every is not None and self.every < 1:
-            raise ValueError(f"every must be at least 1 or null, got {self.every}")
-        if self.keep < 1:
-            raise ValueError(f"keep must be at least 1, got {self.keep}")
+        require(
+            (
+                self.every is None or self.every >= 1,
+                f"every must be at least 1 or null, got {self.every}",
+            ),
+            (self.keep >= 1, f"keep must be at least 1, got {self.keep}"),
+        )
 
 
 @dataclasses.dataclass(frozen=True)

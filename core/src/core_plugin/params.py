@@ -84,6 +84,19 @@ def json_schema(params_type: Any) -> dict[str, Any]:
     return schema
 
 
+def require(*rules: tuple[bool, str]) -> None:
+    """Hold a dataclass to rules: pairs of what must be true and how to say it, with the value.
+
+    For a ``Params``' ``__post_init__``, so that all faults are told at once.
+
+    Raises:
+        ValueError: With the messages of all rules that do not hold.
+    """
+    broken = [message for holds, message in rules if not holds]
+    if broken:
+        raise ValueError("; ".join(broken))
+
+
 def near(name: str, names: Iterable[str]) -> str:
     """The names that are close to a mistyped one, for "did you mean ...?"; empty if none is."""
     return " or ".join(difflib.get_close_matches(str(name), list(names), n=3, cutoff=0.6))

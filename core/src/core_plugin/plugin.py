@@ -290,9 +290,11 @@ class BasePlugin:
         except KeyboardInterrupt:
             raise
         except BaseException as error:
+            missing = error.name if isinstance(error, ModuleNotFoundError) else None
             raise PluginLoadError(
                 f"{self!r} ({registration.origin}) cannot be imported: "
                 f"{type(error).__name__}: {error}"
+                + (f"; install the package that has {missing!r}" if missing else "")
             ) from error
         faults = contract.faults(implementation, type(self).contract)
         if faults:

@@ -191,6 +191,16 @@ class RecordingHook:
         note(f"hook.on_error {type(error).__name__}")
 
 
+class Misspelt:
+    @hookimpl
+    def on_log(self, step: int) -> None:
+        pass
+
+
+def misspelt(params: Any, run: Run) -> Misspelt:
+    return Misspelt()
+
+
 def hook(params: Any, run: Run) -> RecordingHook:
     return RecordingHook()
 

@@ -7,8 +7,8 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from core_plugin.builtin.ranges import require
 from core_plugin.errors import ConfigError
+from core_plugin.params import require
 from core_plugin.types.model import BaseModel
 
 if TYPE_CHECKING:

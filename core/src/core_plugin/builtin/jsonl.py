@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from core_plugin.builtin import jsonl_records as records
 from core_plugin.builtin import tokenization
 from core_plugin.builtin.jsonl_records import Template
-from core_plugin.builtin.ranges import require
 from core_plugin.builtin.tokenization import TokenizerParams
+from core_plugin.params import require
 from core_plugin.types.data import BaseData, Samples
 from core_plugin.types.model import IGNORED
 

@@ -8,8 +8,8 @@ import json
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from core_plugin.builtin import tokenization
-from core_plugin.builtin.ranges import require
 from core_plugin.errors import ConfigError
+from core_plugin.params import require
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping

@@ -6,8 +6,8 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING, Any
 
-from core_plugin.builtin.ranges import require
 from core_plugin.errors import ConfigError
+from core_plugin.params import require
 
 if TYPE_CHECKING:
     from torch import nn

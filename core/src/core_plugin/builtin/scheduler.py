@@ -11,7 +11,7 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING, Any
 
-from core_plugin.builtin.ranges import require
+from core_plugin.params import require
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -6,9 +6,9 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from core_plugin.builtin import tokenization
-from core_plugin.builtin.ranges import require
 from core_plugin.builtin.tokenization import TokenizerParams
 from core_plugin.errors import ConfigError
+from core_plugin.params import require
 from core_plugin.types.data import BaseData, Samples
 from core_plugin.types.model import IGNORED
 

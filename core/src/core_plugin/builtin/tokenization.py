@@ -6,8 +6,8 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from core_plugin.builtin.ranges import require
 from core_plugin.errors import ConfigError
+from core_plugin.params import require
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -1,5 +1,6 @@
 """The command line: one file a command."""
 
+import signal
 import sys
 import warnings
 from typing import Annotated, Any
@@ -53,6 +54,9 @@ def main() -> None:
             raise
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:

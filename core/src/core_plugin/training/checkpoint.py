@@ -102,17 +102,23 @@ class Checkpoints:
     def newest(self) -> Path | None:
         """The newest checkpoint whose files are as its manifest says; None if there is none.
 
-        Ones that are broken are warned about and passed over.
+        Ones that are broken are warned about and set aside, so that they do not count among those
+        that are kept.
         """
         candidates = self._world.from_first([str(p) for p in reversed(self.steps().values())])
         for path in map(Path, candidates):
             faults = self.verify(path)
             if not faults:
                 return path
-            warnings.warn(
-                f"the checkpoint {path} is broken and passed over: {'; '.join(faults)}",
-                stacklevel=2,
-            )
+            if self._world.rank == 0:
+                aside = path.with_name(f"broken-{path.name}")
+                shutil.rmtree(aside, ignore_errors=True)
+                path.rename(aside)
+                warnings.warn(
+                    f"the checkpoint {path} is broken, and set aside as {aside.name}: "
+                    f"{'; '.join(faults)}",
+                    stacklevel=2,
+                )
         return None
 
     def verify(self, path: Path) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 import os
 import time
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from core_plugin import config as run_config
 from core_plugin import provenance
 from core_plugin.config import RunConfig
-from core_plugin.errors import TrainingError
+from core_plugin.errors import PluginContractError, TrainingError
 from core_plugin.training import assembly, resume
 from core_plugin.training.assembly import Training
 from core_plugin.training.batches import Batch, supervised_tokens
@@ -54,14 +55,14 @@ def train(config: RunConfig, world: World) -> Outcome:
     checkpoints = Checkpoints(directory / "checkpoints", world, config.checkpoint.keep)
     with world.together("choosing a checkpoint", TrainingError, collective=True):
         start = resume.choose(config, checkpoints, world)
-        if world.rank == 0:
-            resume.mark_launch(config)
+    resume.mark_launch(config, world)
 
     training = assembly.build(config, device, world)
     resume.seed_rank(config, world, 0)
     if start is not None:
         with world.together(f"loading {start}", TrainingError, collective=True):
             resume.load(training, start)
+    _tell_the_start(training, start)
     with world.together("writing the configuration", TrainingError):
         if world.rank == 0:
             run_config.dump(config.resolved(), directory / "config.yaml")
@@ -76,6 +77,19 @@ def train(config: RunConfig, world: World) -> Outcome:
             with contextlib.suppress(Exception):  # what went wrong first is what is told
                 events.on_error(run=run, error=error)
             raise
+
+
+def _tell_the_start(training: Training, start: Path | None) -> None:
+    """Say where a run that was to go on begins, since a typo could make it begin anew."""
+    if training.world.rank > 0:
+        return
+    done, steps = training.step, training.config.train.steps
+    if start is not None:
+        print(f"going on from {start}", flush=True)
+    elif training.config.checkpoint.resume == "auto":
+        print(f"no checkpoint in {training.config.checkpoint.directory}: starting anew", flush=True)
+    if done >= steps:
+        print(f"nothing to do: {done} steps are done, and train.steps is {steps}", flush=True)
 
 
 def _run_for_hooks(training: Training, directory: Path) -> Run:
@@ -98,10 +112,21 @@ def _events(config: RunConfig, run: Run) -> Any:
     manager.add_hookspecs(Events)
     for selection in reversed(config.selections["hooks"]):  # pluggy calls the last one first
         hook = selection.implementation(selection.params, run)
-        if hook is not None:
-            manager.register(hook)
-    manager.check_pending()
+        try:
+            if hook is not None:
+                manager.register(hook)
+                manager.check_pending()
+        except pluggy.PluginValidationError as error:
+            raise PluginContractError(
+                f"the hook {selection.route.name!r} ({selection.route.registration().origin}) is "
+                f"not what HookPlugin asks for: {error}. The events are {_event_signatures()}"
+            ) from error
     return manager.hook
+
+
+def _event_signatures() -> str:
+    events = {n: inspect.signature(f) for n, f in vars(Events).items() if not n.startswith("_")}
+    return ", ".join(f"{n}({', '.join(list(s.parameters)[1:])})" for n, s in events.items())
 
 
 def _steps(

@@ -87,9 +87,7 @@ def choose(config: RunConfig, checkpoints: Checkpoints, world: World) -> Path | 
         ConfigError: A new run would mix its checkpoints with those of another one.
         CheckpointError: The one that is asked for is missing or broken.
     """
-    wish = config.checkpoint.resume
-    if world.from_first(_is_restarted(config) if world.rank == 0 else None):
-        wish = "auto"
+    wish = config.checkpoint.resume if not _is_restarted(config, world) else "auto"
     existing = checkpoints.steps()
     if wish == "none" and existing:
         raise ConfigError(
@@ -103,7 +101,7 @@ def choose(config: RunConfig, checkpoints: Checkpoints, world: World) -> Path | 
         if newest is None and existing:
             raise CheckpointError(
                 f"every checkpoint in {config.checkpoint.directory} is broken; there is nothing to "
-                "go on from"
+                "go on from. Start anew in another checkpoint.directory"
             )
         return newest
     faults = checkpoints.verify(Path(wish))
@@ -118,24 +116,42 @@ def choose(config: RunConfig, checkpoints: Checkpoints, world: World) -> Path | 
     return Path(wish)
 
 
-def _is_restarted(config: RunConfig) -> bool:
+def _is_restarted(config: RunConfig, world: World) -> bool:
     """Whether an elastic agent started all ranks again, after this run had begun.
 
     Its first attempt leaves a mark when it has chosen where to start; it takes away an older one
     before, so that it cannot be taken for its own.
     """
     mark = Path(config.checkpoint.directory, LAUNCH_MARK)
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-        return mark.exists()
-    mark.unlink(missing_ok=True)
-    return False
+    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    found = False
+    with world.together("looking into checkpoint.directory", ConfigError):
+        if world.rank == 0:
+            with _directory_faults(config):
+                mark.parent.mkdir(parents=True, exist_ok=True)
+                found = mark.exists()
+                if not again:
+                    mark.unlink(missing_ok=True)
+    return world.from_first(found and again)
 
 
-def mark_launch(config: RunConfig) -> None:
+def mark_launch(config: RunConfig, world: World) -> None:
     """Leave the mark that :func:`choose` looks for when all ranks are started again."""
-    mark = Path(config.checkpoint.directory, LAUNCH_MARK)
-    mark.parent.mkdir(parents=True, exist_ok=True)
-    mark.touch()
+    with world.together("writing into checkpoint.directory", ConfigError):
+        if world.rank == 0:
+            with _directory_faults(config):
+                Path(config.checkpoint.directory, LAUNCH_MARK).touch()
+
+
+@contextmanager
+def _directory_faults(config: RunConfig) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"checkpoint.directory: {config.checkpoint.directory} cannot be written into "
+            f"({error.strerror}); choose another one, or mend its permissions"
+        ) from None
 
 
 def _saved(directory: Path) -> dict[str, Any]:

@@ -217,14 +217,20 @@ class World:
         if error and collective:
             if isinstance(error, CorePluginError):
                 raise error
-            text = f"{type(error).__name__}: {error}"
-            raise error_type(f"{what} failed on rank {self.rank}: {text}") from error
-        failures = self.gather(error and f"{type(error).__name__}: {error}")
-        failed = [f"rank {r}: {text}" for r, text in enumerate(failures) if text]
-        if failed:
-            if isinstance(error, CorePluginError) and len(set(failures)) == 1:
-                raise error
-            raise error_type(f"{what} failed on " + "\n".join(failed)) from error
+            raise error_type(f"{what} failed on rank {self.rank}: {_told(error)}") from error
+        told = error if isinstance(error, CorePluginError) else error and _told(error)
+        failures = {rank: failure for rank, failure in enumerate(self.gather(told)) if failure}
+        if not failures:
+            return
+        first = next(iter(failures.values()))
+        if isinstance(first, CorePluginError) and len({str(f) for f in failures.values()}) == 1:
+            raise first from error  # all ranks tell it, as the user's own mistake
+        rows = [f"rank {rank}: {failure}" for rank, failure in failures.items()]
+        raise error_type(f"{what} failed on " + "\n".join(rows)) from error
+
+
+def _told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _verdict(reports: list[dict[str, Any]]) -> str:

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from core_plugin.builtin.ranges import require
+from core_plugin.params import require
 from core_plugin.types.hook import Run, hookimpl
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from core_plugin.builtin.hooks import metrics_log
-from core_plugin.builtin.ranges import require
 from core_plugin.errors import PluginUnavailableError
+from core_plugin.params import require
 from core_plugin.types.hook import Run, hookimpl
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from core_plugin.builtin.ranges import require
+from core_plugin.params import require
 from core_plugin.types.hook import Run, hookimpl
 
 if TYPE_CHECKING:

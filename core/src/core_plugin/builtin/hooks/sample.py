@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from core_plugin.builtin import tokenization
 from core_plugin.builtin.hooks import metrics_log
-from core_plugin.builtin.ranges import require
+from core_plugin.params import require
 from core_plugin.types.hook import Run, hookimpl
 
 if TYPE_CHECKING:
