@@ -129,7 +129,7 @@ def quickstart(session: nox.Session) -> None:
     place = f"checkpoint.directory={directory}"
     session.run("core-plugin", "train", "examples/quickstart.yaml", place, *session.posargs)
     session.log("The run left:")
-    for path in sorted((*directory.glob("*"), *directory.glob("checkpoints/*"))):
+    for path in sorted((*directory.glob("[!.]*"), *directory.glob("checkpoints/*"))):
         session.log(f"  {path}")
 
 
