@@ -279,6 +279,8 @@ def test_every_wrong_line_is_named(tmp_path):
     wrong = {
         '{"prompt": }': "is no JSON: Expecting value at column 12",
         "[1]": "must be an object, got a list",
+        '{"messages": [], "prompt": "a", "completion": "b"}': "has messages and completion and "
+        "prompt; keep one form",
         '{"prompt": "a", "text": "b"}': "lacks completion: an object needs messages, or prompt "
         "and completion; it has prompt, text",
         "{}": "lacks completion and prompt: an object needs messages, or prompt and completion; "

@@ -95,6 +95,8 @@ def _parts(record: Any, template: Template) -> Iterator[Part]:
     if not isinstance(record, dict):
         raise ValueError(f"must be an object, got {_kind(record)}")
     if "messages" in record:
+        if both := {"prompt", "completion"} & set(record):
+            raise ValueError(f"has messages and {' and '.join(sorted(both))}; keep one form")
         yield from _chat(record["messages"], template)
         return
     if missing := {"prompt", "completion"} - set(record):
