@@ -142,6 +142,22 @@ def test_a_stale_egg_info_before_the_real_one_is_reported_with_the_fix(environme
     assert found(site.path, source.path) == {"good:good": None}
 
 
+def test_the_egg_info_beside_the_sources_of_an_editable_installation_is_no_problem(
+    environment,
+) -> None:
+    """setuptools leaves one, and puts the sources on the path after the installed metadata."""
+    site = good(environment)
+    source = environment.site("source")
+    info = source.add("good", info="good.egg-info", metadata=False, sampler="good = good:Good")
+    (info / "PKG-INFO").write_text("Metadata-Version: 1.0\nName: good\nVersion: 1.0\n")
+    same = (site.path / "good-1.0.dist-info" / "entry_points.txt").read_text()
+    (info / "entry_points.txt").write_text(same)
+    assert found(site.path, source.path) == {"good:good": None}
+    assert scan(site.path, source.path).problems == ()
+    (info / "entry_points.txt").write_text(same + "other = good:Other\n")
+    assert len(scan(site.path, source.path).problems) == 1
+
+
 def test_an_egg_info_on_pythonpath_declares_plugins(environment) -> None:
     source = environment.site("source")
     info = source.add("acme", info="acme.egg-info", metadata=False, sampler="x = m:o")

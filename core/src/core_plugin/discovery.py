@@ -196,6 +196,8 @@ def scan_distributions(distributions: Iterable[Metadata]) -> Scan:
         if distribution is None:
             continue
         winner = in_use[source.name]
+        if source is not winner and source.is_beside_sources_of(winner, texts):
+            continue
         shadowed_by = None if winner is source else winner.location
         if shadowed_by:
             problems.append(_shadowed(source, winner))
@@ -239,6 +241,14 @@ class _Source:
     def is_complete(self) -> bool:
         """Whether there is metadata; what an interrupted uninstallation leaves has none."""
         return bool(self._fields.get("Name"))
+
+    def is_beside_sources_of(self, other: _Source, texts: Mapping[_Source, str]) -> bool:
+        """Whether it is what setuptools leaves in the sources that ``other`` was installed from.
+
+        An editable installation has those on the path.
+        """
+        same = self.version == other.version and texts[self] == texts.get(other)
+        return self.file.endswith(".egg-info") and other.file.endswith(".dist-info") and same
 
     def entry_points(self, problems: list[Problem]) -> str | None:
         """The text of ``entry_points.txt`` if it mentions one of our groups."""

@@ -57,6 +57,12 @@ class PluginUnavailableError(CorePluginError):
     """A plugin is installed but cannot run on this machine."""
 
 
+class DeviceIndexError(CorePluginError, IndexError):
+    """A device has fewer indices than the one that was asked for."""
+
+    exit_code = 2
+
+
 class TrainingError(CorePluginError):
     """A run that started cannot go on."""
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from core_plugin.types.device import BaseDevice
+from core_plugin.privateuse1 import DeviceBackend, DeviceCapabilities
+from core_plugin.types.device import BaseDevice, indexed_device
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +30,30 @@ class CPU(BaseDevice):
                 raise ValueError(f"threads must be at least 1 or null, got {self.threads}")
 
     @staticmethod
+    def backend(params: Params) -> DeviceBackend:
+        """What torch does on the CPU, with gloo.
+
+        gloo averages by dividing after it has summed, which costs more than dividing elsewhere:
+        it is not declared.
+        """
+        return DeviceBackend(
+            "cpu",
+            "bfloat16",
+            "gloo",
+            DeviceCapabilities(
+                generator=True,
+                storage_resize=True,
+                cpu_offload=True,
+                float64=True,
+                complex_numbers=True,
+                convolution=True,
+                recurrent_layers=True,
+                fused_optimizers=True,
+                profiler=True,
+            ),
+        )
+
+    @staticmethod
     def unavailable(params: Params) -> str | None:
         """None: there is always a CPU."""
         return None
@@ -43,8 +68,33 @@ class CPU(BaseDevice):
         return torch.device("cpu")
 
 
+_GPU = DeviceCapabilities(
+    multiple_devices=True,
+    generator=True,
+    pinned_memory=True,
+    streams=True,
+    events=True,
+    event_timing=True,
+    memory_statistics=True,
+    storage_resize=True,
+    average_in_collectives=True,
+    cpu_offload=True,
+    float64=True,
+    complex_numbers=True,
+    convolution=True,
+    recurrent_layers=True,
+    fused_optimizers=True,
+    profiler=True,
+)
+
+
 class CUDA(BaseDevice):
     """NVIDIA's (or, in a ROCm build of torch, AMD's) GPUs, one a process."""
+
+    @staticmethod
+    def backend(params: object) -> DeviceBackend:
+        """What a GPU does, with NCCL."""
+        return DeviceBackend("cuda", "float16", "nccl", _GPU)
 
     @staticmethod
     def unavailable(params: object) -> str | None:
@@ -58,11 +108,29 @@ class CUDA(BaseDevice):
     @staticmethod
     def device(params: object, local_rank: int) -> torch.device:
         """The GPU with the number of the local rank."""
-        return _indexed("cuda", local_rank)
+        return indexed_device("cuda", local_rank)
 
 
 class Auto(BaseDevice):
     """The accelerator that torch finds on this machine, or else the CPU."""
+
+    @staticmethod
+    def backend(params: object) -> DeviceBackend:
+        """That of the CPU, of CUDA, or what torch says of another accelerator."""
+        import torch
+        import torch.distributed as dist
+
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        if accelerator is None:
+            return CPU.backend(CPU.Params())
+        if accelerator.type == "cuda":
+            return CUDA.backend(params)
+        dtype = torch.get_autocast_dtype(accelerator.type)
+        return DeviceBackend(
+            accelerator.type,
+            "bfloat16" if dtype == torch.bfloat16 else "float16",
+            dist.Backend.default_device_backend_map.get(accelerator.type),
+        )
 
     @staticmethod
     def unavailable(params: object) -> str | None:
@@ -75,19 +143,4 @@ class Auto(BaseDevice):
         import torch
 
         accelerator = torch.accelerator.current_accelerator(check_available=True)
-        return _indexed(accelerator.type, local_rank) if accelerator else torch.device("cpu")
-
-
-def _indexed(device_type: str, local_rank: int) -> torch.device:
-    import torch
-
-    from core_plugin.errors import PluginUnavailableError
-
-    count = torch.accelerator.device_count()
-    if local_rank >= count:
-        raise PluginUnavailableError(
-            f"local rank {local_rank} needs {device_type}:{local_rank}, but there are {count} "
-            "devices; ask for fewer processes under launcher"
-        )
-    torch.accelerator.set_device_index(local_rank)
-    return torch.device(device_type, local_rank)
+        return indexed_device(accelerator.type, local_rank) if accelerator else torch.device("cpu")

@@ -8,6 +8,7 @@ from typing import Any
 
 import tokenizers
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -67,20 +68,33 @@ def select_device(config: RunConfig, world: World) -> torch.device:
         raise PluginUnavailableError(
             chosen.origin.fault(f"the device {chosen.route.name!r} cannot be used here: {reason}")
         )
+    chosen.implementation.register(chosen.params)
     device = chosen.implementation.device(chosen.params, world.place.local_rank)
     dtype = DTYPES[config.train.precision]
-    if not chosen.implementation.supports(device, dtype):
+    if reason := chosen.implementation.unsupported(device, dtype):
         raise PluginUnavailableError(
-            f"train.precision: {device} cannot compute in {config.train.precision}"
+            f"train.precision: {device} cannot compute in {config.train.precision}: {reason}"
         )
     return device  # type: ignore[no-any-return]
 
 
 def collective_backend(config: RunConfig, device: torch.device, world: World) -> str:
-    """What the process group is made with: the device's own backend, and gloo for the CPU."""
-    if world.size == 1:
+    """What the process group is made with: the device's own backend, and gloo for the CPU.
+
+    Raises:
+        PluginUnavailableError: There are several processes, and the device has no backend.
+    """
+    chosen = config["device"]
+    backend: str | None = chosen.implementation.backend(chosen.params).collective_backend
+    if world.size == 1 and not (backend and dist.is_backend_available(backend)):
         return "gloo"
-    backend: str = config["device"].implementation.collective_backend(device)
+    if backend is None:
+        raise PluginUnavailableError(
+            chosen.origin.fault(
+                f"the device {chosen.route.name!r} declares no collective library, which a run of "
+                f"{world.size} processes needs"
+            )
+        )
     return backend if device.type == "cpu" else f"cpu:gloo,{device.type}:{backend}"
 
 
@@ -134,8 +148,10 @@ def shard_model(
         architecture.implementation.weights(architecture.params),
     )
     total = sum(p.numel() for p in model.parameters())
+    backend = config["device"].implementation.backend(config["device"].params)
     context = ShardContext(
         device=device,
+        device_capabilities=backend.capabilities,
         mesh=strategy.implementation.create_mesh(strategy.params, device.type, world.size),
         materialize=materialize,
         blocks=architecture.implementation.blocks(model),

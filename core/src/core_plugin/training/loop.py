@@ -20,6 +20,7 @@ import torch.distributed as dist
 from core_plugin import config as run_config
 from core_plugin import provenance
 from core_plugin.config import RunConfig
+from core_plugin.devices import autocast
 from core_plugin.errors import PluginContractError, TrainingError
 from core_plugin.training import assembly, resume
 from core_plugin.training.assembly import Training
@@ -50,7 +51,12 @@ def train(config: RunConfig, world: World) -> Outcome:
         backend = assembly.collective_backend(config, device, world)
     world.start(backend)
     torch.use_deterministic_algorithms(config.train.deterministic)
+    with config["device"].implementation.workarounds():
+        return _train_on(device, config, world)
 
+
+def _train_on(device: torch.device, config: RunConfig, world: World) -> Outcome:
+    """The run from its model on."""
     directory = Path(config.checkpoint.directory)
     checkpoints = Checkpoints(directory / "checkpoints", world, config.checkpoint.keep)
     with world.together("choosing a checkpoint", TrainingError, collective=True):
@@ -232,7 +238,7 @@ class Stepper:
 def _autocast(training: Training) -> AbstractContextManager[Any]:
     if training.dtype == torch.float32 or training.strategy.capabilities.mixed_precision:
         return nullcontext()
-    return torch.autocast(training.device.type, training.dtype)
+    return autocast(training.device.type, training.dtype)
 
 
 class Log:

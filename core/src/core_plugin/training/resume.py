@@ -48,6 +48,7 @@ def write(training: Training, directory: Path) -> None:
             torch.save(training.scheduler.state_dict(), directory / "scheduler.pt")
             training.tokenizer.save(str(directory / "tokenizer.json"))
         of_rank = {
+            "device": training.device.type,
             "generators": rng_state(training.backend.rng_state(training.device)),
             "unlogged_loss": training.unlogged_loss.cpu(),
         }
@@ -220,19 +221,19 @@ class _Hyperparameters:
 def _load_of_rank(training: Training, directory: Path, world_size: int) -> None:
     """What each rank keeps for itself.
 
-    Where the number of ranks has changed, generators are seeded anew, and rank 0 takes all that is
-    left to log.
+    Where the number of ranks or the device has changed, generators are seeded anew; rank 0 takes
+    all that is left to log of ranks that are no more.
     """
     rank = training.world.rank
+    seed_rank(training.config, training.world, training.step)
     if world_size == training.world.size:
         own = torch.load(_rank_file(directory, rank), weights_only=True)
         training.unlogged_loss.copy_(own["unlogged_loss"])
-        set_rng_state(
-            own["generators"], lambda s: training.backend.set_rng_state(training.device, s)
-        )
-        return
-    seed_rank(training.config, training.world, training.step)
-    if rank == 0:
+        if own["device"] == training.device.type:
+            set_rng_state(
+                own["generators"], lambda s: training.backend.set_rng_state(training.device, s)
+            )
+    elif rank == 0:
         for other in range(world_size):
             of_rank = torch.load(_rank_file(directory, other), weights_only=True)
             training.unlogged_loss += of_rank["unlogged_loss"].to(training.device)

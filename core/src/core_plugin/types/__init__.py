@@ -1,7 +1,7 @@
 """The plugin types: one file a type, with the contract that its implementations fulfil."""
 
 from core_plugin.types.data import BaseData, DataPlugin
-from core_plugin.types.device import BaseDevice, DevicePlugin
+from core_plugin.types.device import BaseDevice, DevicePlugin, PrivateUse1Device
 from core_plugin.types.distributed import BaseDistributed, Capabilities, DistributedPlugin
 from core_plugin.types.hook import HookPlugin, Run, hookimpl
 from core_plugin.types.kernel import KernelPlugin
@@ -28,6 +28,7 @@ __all__ = [
     "ModelPlugin",
     "OptimizerPlugin",
     "PeftPlugin",
+    "PrivateUse1Device",
     "Run",
     "SchedulerPlugin",
     "hookimpl",

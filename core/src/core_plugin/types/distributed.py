@@ -6,10 +6,12 @@ import dataclasses
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from core_plugin.contract import Implementation
+from core_plugin.errors import ConfigError
 from core_plugin.plugin import BasePlugin
+from core_plugin.privateuse1 import NO_CAPABILITIES, DeviceCapabilities
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -51,6 +53,27 @@ class ShardContext:
     """The model's repeated blocks, outermost first; empty if the architecture names none."""
     dtype: torch.dtype
     """The precision to compute in; parameters and gradients stay float32."""
+    device_capabilities: DeviceCapabilities = NO_CAPABILITIES
+    """What the device declares that it can do, averaging in its collective library included."""
+
+    def averages_in_collective(self, wanted: Literal["auto"] | bool) -> bool:
+        """Whether the collective library is to average gradients; otherwise it sums them.
+
+        Args:
+            wanted: The strategy's parameter ``average_in_collective``. ``auto`` averages where the
+                device declares that its library can.
+
+        Raises:
+            ConfigError: It is True, and the device does not declare it.
+        """
+        declared = self.device_capabilities.average_in_collectives
+        if wanted is True and not declared:
+            raise ConfigError(
+                f"distributed.average_in_collective is true, but the device {self.device.type!r} "
+                "does not declare the capability average_in_collectives: its collective library "
+                "cannot average; set it to auto or false, and gradients are summed and divided"
+            )
+        return declared if wanted == "auto" else wanted
 
 
 @dataclasses.dataclass(frozen=True)

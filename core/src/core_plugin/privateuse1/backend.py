@@ -1,0 +1,96 @@
+"""What a device says of itself."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+AutocastDtype = Literal["float16", "bfloat16"]
+
+# fmt: off
+BUILT_IN_DEVICES = frozenset({
+    "cpu", "cuda", "fpga", "hip", "hpu", "ideep", "ipu", "lazy", "maia", "meta", "mkldnn", "mps",
+    "mtia", "opencl", "opengl", "privateuseone", "ve", "vulkan", "xla", "xpu",
+})
+# fmt: on
+"""The device names that are torch's own."""
+
+
+@dataclass(frozen=True)
+class DeviceCapabilities:
+    """What a device can do beyond what every device must.
+
+    The device conformance suite holds a device to each that it declares.
+    """
+
+    multiple_devices: bool = False
+    """More than one index."""
+    generator: bool = False
+    """``torch.Generator(device=...)``."""
+    pinned_memory: bool = False
+    """``Tensor.pin_memory``, and copies from there that do not block."""
+    streams: bool = False
+    """``torch.Stream`` on the device."""
+    events: bool = False
+    """``torch.Event``: record, wait, query, synchronize."""
+    event_timing: bool = False
+    """``Event.elapsed_time``."""
+    memory_statistics: bool = False
+    """Bytes that are allocated now, and at most so far."""
+    storage_resize: bool = False
+    """``UntypedStorage.resize_``: to 0 frees the memory, to more allocates it."""
+    average_in_collectives: bool = False
+    """``ReduceOp.AVG`` in the collective library."""
+    cpu_offload: bool = False
+    """FSDP2's ``CPUOffloadPolicy``."""
+    float64: bool = False
+    """Double precision."""
+    complex_numbers: bool = False
+    """Complex dtypes."""
+    convolution: bool = False
+    """Convolutions, forward and backward."""
+    recurrent_layers: bool = False
+    """``nn.LSTM`` and ``nn.GRU``."""
+    fused_optimizers: bool = False
+    """torch's optimizers with ``fused=True``."""
+    profiler: bool = False
+    """An activity of its own in ``torch.profiler``."""
+
+
+NO_CAPABILITIES = DeviceCapabilities()
+
+
+@dataclass(frozen=True)
+class DeviceBackend:
+    """A kind of device.
+
+    Raises:
+        ValueError: The name is not one that ``torch.device`` can read, or the dtype is not one of
+            the two that autocast has.
+    """
+
+    name: str
+    """What devices are called and printed as: lowercase letters and underscores."""
+    default_autocast_dtype: AutocastDtype
+    """What ``torch.autocast`` computes in unless told otherwise."""
+    collective_backend: str | None = None
+    """The ``torch.distributed`` backend for its tensors; None if there is none."""
+    capabilities: DeviceCapabilities = NO_CAPABILITIES
+
+    def __post_init__(self) -> None:
+        if re.search(r"[0-9]", self.name):
+            raise ValueError(
+                f"a device cannot be called {self.name!r}: torch.device reads no digits in the "
+                "name of a device, only in its index; use letters and underscores"
+            )
+        if not re.fullmatch(r"[a-z][a-z_]*", self.name):
+            raise ValueError(
+                f"a device cannot be called {self.name!r}: use lowercase ASCII letters and "
+                "underscores, a letter first"
+            )
+        if self.default_autocast_dtype not in get_args(AutocastDtype):
+            raise ValueError(
+                f"the device {self.name!r} declares {self.default_autocast_dtype!r} as its default "
+                "autocast dtype; it must be 'float16' or 'bfloat16'"
+            )
