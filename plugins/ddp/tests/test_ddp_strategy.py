@@ -21,6 +21,12 @@ SCRIPT = Path(__file__).with_name("ddp_processes.py")
         ("gradients_are_averaged", 3),
         ("gradients_are_kept_until_asked_for", 2),
         ("unused_parameters_are_found_if_asked_to", 2),
+        ("each_mode_reduces_as_it_says_and_gradients_are_equal", 2),
+        ("each_mode_reduces_as_it_says_and_gradients_are_equal", 3),
+        ("each_mode_keeps_gradients_until_asked_for", 2),
+        ("one_rank_is_not_averaged_in_the_collective", 1),
+        ("half_precision_gradients_do_not_overflow", 2),
+        ("an_average_that_the_device_does_not_declare_is_refused", 1),
         ("the_norm_is_that_of_the_averaged_gradients", 2),
         ("the_model_is_materialized_before_it_is_wrapped", 2),
         ("a_model_that_trains_nothing_is_refused", 1),
@@ -43,6 +49,15 @@ def test_parameters_are_checked(value):
     strategy = DistributedPlugin("ddp")
     with pytest.raises(ConfigError, match="bucket_cap_mb must be positive"):
         strategy.parse_params({"bucket_cap_mb": value}, strategy.Params)
+
+
+@pytest.mark.parametrize("value", ["auto", True, False])
+def test_averaging_is_auto_or_a_boolean(value):
+    strategy = DistributedPlugin("ddp")
+    params = strategy.parse_params({"average_in_collective": value}, strategy.Params)
+    assert params.average_in_collective == value
+    with pytest.raises(ConfigError, match=r"average_in_collective.*'auto' or .*boolean, got 'AVG'"):
+        strategy.parse_params({"average_in_collective": "AVG"}, strategy.Params)
 
 
 def test_what_torch_cannot_do_is_said_before_the_run():

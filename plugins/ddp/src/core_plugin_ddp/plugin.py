@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 from core_plugin.types import BaseDistributed, Capabilities
 from core_plugin.types.distributed import ShardContext
@@ -27,12 +27,15 @@ class DDPParams:
         gradient_as_bucket_view: Let gradients share the buckets' memory.
         static_graph: Every step uses the same parameters in the same order.
         find_unused_parameters: Look for parameters without a gradient in every step.
+        average_in_collective: Let the collective library average gradients (true), or sum them and
+            divide (false); auto averages where the device declares that its library can.
     """
 
     bucket_cap_mb: float = 25.0
     gradient_as_bucket_view: bool = True
     static_graph: bool = False
     find_unused_parameters: bool = False
+    average_in_collective: Literal["auto"] | bool = "auto"
 
     def __post_init__(self) -> None:
         if not self.bucket_cap_mb > 0:
@@ -65,16 +68,18 @@ class DDP(BaseDistributed):
         """Materialise the model on every rank and wrap it.
 
         Raises:
-            ConfigError: No parameter is trained.
+            ConfigError: No parameter is trained, or the device does not average as asked for.
         """
         from torch.nn.parallel import DistributedDataParallel
 
         from core_plugin.errors import ConfigError
+        from core_plugin_ddp.averaging import average_in_collective
 
+        averages = context.averages_in_collective(params.average_in_collective)
         if not any(p.requires_grad for p in model.parameters()):
             raise ConfigError("ddp: no parameter of the model is trained; there is nothing to do")
         context.materialize(model)
-        return DistributedDataParallel(
+        parallel = DistributedDataParallel(
             model,
             device_ids=None if context.device.type == "cpu" else [context.device],
             init_sync=False,  # materialisation gives all ranks the same values
@@ -83,6 +88,9 @@ class DDP(BaseDistributed):
             static_graph=params.static_graph,
             find_unused_parameters=params.find_unused_parameters,
         )
+        if averages:
+            average_in_collective(parallel)
+        return parallel
 
     @staticmethod
     def unwrap_model(model: nn.Module) -> nn.Module:

@@ -23,10 +23,19 @@ class FSDP2Params:
         reshard_after_forward: Free a block's whole parameters after its forward pass and gather
             them again for backward (less memory, more communication).
         reduce_dtype: What gradients are reduced in.
+        average_in_collective: Let the collective library average gradients (true), or sum them and
+            divide (false); auto averages where the device declares that its library can.
+        replicas: How many copies of the model there are, each sharded over its part of the ranks.
     """
 
     reshard_after_forward: bool = True
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    average_in_collective: Literal["auto"] | bool = "auto"
+    replicas: int = 1
+
+    def __post_init__(self) -> None:
+        if self.replicas < 1:
+            raise ValueError(f"replicas must be at least 1, got {self.replicas}")
 
 
 class FSDP2(BaseDistributed):
@@ -37,10 +46,14 @@ class FSDP2(BaseDistributed):
 
     @staticmethod
     def create_mesh(params: FSDP2Params, device_type: str, world_size: int) -> DeviceMesh:
-        """One dimension over all ranks."""
-        from torch.distributed.device_mesh import init_device_mesh
+        """One dimension over all ranks; with replicas, one over them and one within each.
 
-        return init_device_mesh(device_type, (world_size,), mesh_dim_names=("shard",))
+        Raises:
+            ConfigError: The replicas do not divide the ranks, or leave one rank for each.
+        """
+        from core_plugin_fsdp2.sharding import mesh
+
+        return mesh(params, device_type, world_size)
 
     @staticmethod
     def shard_model(model: nn.Module, params: FSDP2Params, context: ShardContext) -> nn.Module:
@@ -49,7 +62,8 @@ class FSDP2(BaseDistributed):
         No rank ever holds more than its shards and one whole block.
 
         Raises:
-            ConfigError: The architecture names no blocks.
+            ConfigError: The architecture names no blocks, or the device does not average as
+                asked for.
         """
         from core_plugin_fsdp2.sharding import shard
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from core_plugin.errors import ConfigError
@@ -13,6 +14,21 @@ from core_plugin.errors import ConfigError
 if TYPE_CHECKING:
     from core_plugin.types.distributed import ShardContext
     from core_plugin_fsdp2.plugin import FSDP2Params
+
+
+def mesh(params: FSDP2Params, device_type: str, world_size: int) -> DeviceMesh:
+    """See :meth:`core_plugin_fsdp2.plugin.FSDP2.create_mesh`."""
+    replicas = params.replicas
+    if replicas == 1:
+        return init_device_mesh(device_type, (world_size,), mesh_dim_names=("shard",))
+    if world_size % replicas or world_size == replicas:
+        raise ConfigError(
+            f"distributed.replicas is {replicas}, but {world_size} ranks cannot be split into "
+            f"{replicas} equal parts of two or more, each of which shards a copy of the model; "
+            "change replicas or the number of processes"
+        )
+    shape = (replicas, world_size // replicas)
+    return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
 
 
 def shard(model: nn.Module, params: FSDP2Params, context: ShardContext) -> nn.Module:
@@ -30,15 +46,17 @@ def shard(model: nn.Module, params: FSDP2Params, context: ShardContext) -> nn.Mo
 def _shard_part(
     part: nn.Module, params: FSDP2Params, context: ShardContext, root: bool
 ) -> nn.Module:
+    sums = not context.averages_in_collective(params.average_in_collective)
     context.materialize(part)
     for group in _trained_dtype_groups(part):
-        fully_shard(
+        sharded = fully_shard(
             group,
             mesh=context.mesh,
             # The root's are needed first in backward: torch's own choice (None) keeps them.
             reshard_after_forward=params.reshard_after_forward and (None if root else True),
             mp_policy=_policy(params, context, root=root and group is part),
         )
+        sharded.set_force_sum_reduction_for_comms(sums)  # it is for one group, not for those within
     return part
 
 
