@@ -5,6 +5,7 @@ Packages are found, not listed: every folder with a pyproject.toml in core, plug
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -36,6 +37,17 @@ class Package(NamedTuple):
     def module(self) -> str:
         return self.name.replace("-", "_")
 
+    @property
+    def compiles(self) -> bool:
+        """Whether it has code to compile: that is done once, and its wheel is installed."""
+        return (self.directory / "setup.py").exists()
+
+    @property
+    def digest(self) -> str:
+        """What its files are, in one number."""
+        files = sorted(f for f in self.directory.rglob("*") if f.suffix in COMPILED_FROM)
+        return hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()[:16]
+
     def closure(self) -> list[Package]:
         """The package, and those of this repository that it depends on."""
         needed = {Requirement(text).name for text in self.project["dependencies"]}
@@ -48,6 +60,7 @@ PACKAGES = [
     for folder in ("core", "plugins/*", "contrib/*")
     for file in sorted(ROOT.glob(f"{folder}/pyproject.toml"))
 ]
+COMPILED_FROM = {".cpp", ".h", ".py", ".toml", ".typed"}
 SOURCES = [str(p.directory / "src") for p in PACKAGES]
 TESTS = [str(d) for d in (*(p.directory / "tests" for p in PACKAGES), ROOT / "tests") if d.is_dir()]
 
@@ -61,11 +74,29 @@ def install(session: nox.Session, *requirements: str) -> None:
     session.install("--constraint", str(ROOT / "constraints.txt"), *requirements)
 
 
-def install_tree(session: nox.Session, *requirements: str) -> None:
-    """Install every package in place, and more."""
+def install_tree(session: nox.Session, *requirements: str, compiled: bool = False) -> None:
+    """Install every package in place, and more; those that compile only if it is asked for."""
     install(session, *group("build"))
-    editable = [arg for p in PACKAGES for arg in ("--editable", str(p.directory))]
+    in_place = [p for p in PACKAGES if not p.compiles]
+    editable = [arg for p in in_place for arg in ("--editable", str(p.directory))]
     install(session, "--no-build-isolation", *editable, *requirements)
+    for package in PACKAGES if compiled else ():
+        if package.compiles:
+            wheel = compiled_wheel(session, package)
+            session.install("--no-deps", "--force-reinstall", wheel)
+
+
+def compiled_wheel(session: nox.Session, package: Package) -> str:
+    """The wheel of a package that compiles, built if its files have changed.
+
+    The session has torch and the build tools: such a package is built without isolation.
+    """
+    place = ROOT / ".nox" / "wheels" / package.digest
+    if not list(place.glob("*.whl")):
+        options = ["--no-deps", "--no-build-isolation", "--wheel-dir", str(place)]
+        session.run("pip", "wheel", *options, str(package.directory))
+    (wheel,) = place.glob("*.whl")
+    return str(wheel)
 
 
 @nox.session
@@ -116,7 +147,7 @@ def tox(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Run all tests of all packages."""
-    install_tree(session, *group("test"))
+    install_tree(session, *group("test"), compiled=True)
     arguments = session.posargs or ["--numprocesses", "2", "--dist", "loadgroup", *TESTS]
     session.run("pytest", *arguments, env={"OMP_NUM_THREADS": "1"})
 
@@ -136,7 +167,7 @@ def quickstart(session: nox.Session) -> None:
 @nox.session(default=False)
 def build(session: nox.Session) -> None:
     """Build the sdist and the wheel of every package, into dist/."""
-    install(session, *group("build"))
+    install(session, *group("build"), "torch")
     for package in PACKAGES:
         session.run("pyproject-build", "--no-isolation", "--outdir", "dist", str(package.directory))
 
@@ -149,10 +180,13 @@ def wheels(session: nox.Session, package: Package) -> None:
     shutil.rmtree(place)
     place.mkdir()
     needed = package.closure()
-    sources, names = [str(p.directory) for p in needed], [p.name for p in needed]
-    session.run("pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(place), *sources)
-    session.install("--no-index", "--no-deps", "--find-links", str(place), *names)
-    install(session, *names, *group("test"))
+    pure, names = [str(p.directory) for p in needed if not p.compiles], [p.name for p in needed]
+    session.run("pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(place), *pure)
+    session.install("--no-index", "--no-deps", *map(str, place.glob("*.whl")))
+    install(session, "torch", *group("test"))
+    for package_that_compiles in (p for p in needed if p.compiles):
+        session.install("--no-deps", compiled_wheel(session, package_that_compiles))
+    install(session, *names)
     session.run("pip", "check")
     shutil.copytree(package.directory / "tests", place / "tests")
     session.chdir(place)

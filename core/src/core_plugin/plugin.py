@@ -363,6 +363,7 @@ def choose(plugin_type: type[BasePlugin], name: str) -> Candidate:
 
 
 _KNOWN_PACKAGES: Mapping[tuple[str, str], str] = {
+    ("device", "fake"): "core-plugin-fake-device",
     ("distributed", "ddp"): "core-plugin-ddp",
     ("distributed", "fsdp2"): "core-plugin-fsdp2",
     ("peft", "lora"): "core-plugin-lora",

@@ -288,3 +288,11 @@ def collectives(params: Any, run: Run) -> object:
             (directory() / f"collectives-{run.rank}.json").write_text(json.dumps(counts))
 
     return Collectives()
+
+
+def workarounds(params: Any, run: Run) -> None:
+    """Writes whether a module that moves keeps its parameters, to ``workarounds.txt``."""
+    import torch
+
+    active = torch.__future__.get_swap_module_params_on_conversion()
+    (directory() / "workarounds.txt").write_text(str(active))

@@ -1,0 +1,47 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).with_name("fake_processes.py")
+
+
+def run(*arguments: str) -> None:
+    command = [sys.executable, "-W", "error", str(PROGRAM), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        "the_hardware_is_opened_by_the_first_tensor",
+        "many_threads_open_it_once",
+        "a_forked_child_cannot_use_it",
+        "a_bad_index_changes_nothing",
+        "the_number_of_devices_is_fixed_by_use",
+        "memory_is_counted",
+        "memory_has_an_end_on_each_device",
+        "what_is_switched_off_says_so",
+        "random_numbers_are_the_devices_own",
+        "recurrent_layers_are_those_of_the_cpu",
+        "a_profile_has_the_devices_time",
+    ],
+)
+def test_the_device(scenario: str) -> None:
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        "calls_are_recorded",
+        "what_cannot_be_reduced_is_refused",
+        "results_arrive_later",
+        "what_gloo_has_not_works_too",
+        "a_dead_peer_is_an_error",
+    ],
+)
+def test_the_collective_library(scenario: str) -> None:
+    run(scenario, "2")

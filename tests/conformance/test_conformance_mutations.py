@@ -1,0 +1,87 @@
+"""Every fault of a device is found by the case that is meant for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BROKEN = Path(__file__).parent / "broken"
+
+CAUGHT = {
+    "strides are lost": "allocation/strides_are_those_asked_for",
+    "casts cut off": "dtypes/casts_round_to_nearest_even",
+    "a copy takes the wrong leg": "copies/a_copy_takes_its_targets_memory",
+    "copies that do not block never arrive": (
+        "copies/copies_that_do_not_block_are_there_after_a_wait"
+    ),
+    "initialised twice": "initialization/an_allocation_initialises",
+    "views do not share": "views/a_view_shares_its_bases_memory",
+    "writes in place are dropped": "views/what_is_written_through_a_view_is_in_its_base",
+    "random numbers are the CPU's": "random/the_device_and_the_cpu_have_a_generator_each",
+    "the slot is used up": "registration/registering_again_gives_the_same",
+    "tied weights come apart": "modules/tied_weights_stay_tied",
+    "autocast computes in float16": "autocast/a_given_dtype_wins",
+    "memory is counted and never given back": (
+        "memory_statistics/allocated_memory_is_counted_until_it_is_freed"
+    ),
+    "a backward pass is wrong": "layers/softmax",
+    "an operator ends the process": "autograd/reductions",
+    "an operator never returns": "autograd/reductions",
+    "a kernel is missing": "copies/values_are_read",
+    "an average is the sum": "collectives/an_average_is_never_the_sum",
+    "every rank gets the first part": "collectives/reduce_scatter",
+    "ranks are gathered in the wrong order": "collectives/all_gather_of_a_list",
+    "a future holds nothing": "collectives/a_future_holds_the_tensors",
+}
+"""The case that must fail, by the fault."""
+
+
+def run(plugin: str, function: str, directory: Path, *options: str) -> tuple[int, dict, str]:
+    """The exit code, the report, and what was printed, of the cases with a function's name."""
+    report = directory / "report.json"
+    command = ["test", plugin, *options, "-k", function, "--json", str(report)]
+    done = subprocess.run(
+        [sys.executable, "-m", "core_plugin", *command],
+        env={**os.environ, "PYTHONPATH": str(BROKEN), "OMP_NUM_THREADS": "1"},
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    return done.returncode, json.loads(report.read_text()), done.stdout + done.stderr
+
+
+def results(report: dict, case: str) -> set[str]:
+    return {c["result"] for c in report["cases"] if c["name"].partition("[")[0] == case}
+
+
+@pytest.mark.parametrize("fault", CAUGHT)
+def test_the_fault_is_found_by_its_case(fault, tmp_path):
+    case = CAUGHT[fault]
+    function = case.partition("/")[2]
+    code, report, told = run("device:broken", function, tmp_path, f"fault={fault}")
+    assert code == 1
+    assert "fail" in results(report, case), told
+    assert report["level"] == 0
+
+
+def test_the_cases_pass_on_the_device_without_the_faults(tmp_path):
+    functions = " or ".join(case.partition("/")[2] for case in CAUGHT.values())
+    _, report, told = run("device:fake", functions, tmp_path)
+    for case in CAUGHT.values():
+        assert results(report, case) == {"pass"}, told
+
+
+def test_a_crash_and_a_hang_are_told_by_name_and_end_nothing(tmp_path):
+    _, report, told = run(
+        "device:broken", "reductions", tmp_path, "fault=an operator ends the process"
+    )
+    ended = {c["name"]: c for c in report["cases"] if "signal SIGABRT" in c["reason"]}
+    assert ended, told
+    assert "pass" in results(report, "autograd/reductions")
