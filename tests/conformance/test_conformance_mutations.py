@@ -15,7 +15,7 @@ BROKEN = Path(__file__).parent / "broken"
 CAUGHT = {
     "strides are lost": "allocation/strides_are_those_asked_for",
     "casts cut off": "dtypes/casts_round_to_nearest_even",
-    "a copy takes the wrong leg": "copies/a_copy_takes_its_targets_memory",
+    "a copy takes the wrong leg": "copies/a_copy_between_devices_lands_on_its_target",
     "copies that do not block never arrive": (
         "copies/copies_that_do_not_block_are_there_after_a_wait"
     ),
