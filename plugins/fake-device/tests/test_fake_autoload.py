@@ -9,8 +9,6 @@ EXPLICIT = "from core_plugin_fake_device.plugin import Fake; Fake.register(Fake.
 ORDERS = {
     "torch first": "import torch",
     "the package first": "import core_plugin_fake_device; import torch",
-    "its heavy module first": "import core_plugin_fake_device.runtime; import torch",
-    "the collective library first": "import core_plugin_fake_device.fakeccl; import torch",
     "registered before": f"{EXPLICIT}; import torch",
     "registered after": f"import torch; {EXPLICIT}",
 }
@@ -27,6 +25,35 @@ def run(code: str, autoload: str | None, *options: str) -> subprocess.CompletedP
 @pytest.mark.parametrize("order", ORDERS)
 def test_the_device_is_there_in_every_order_of_imports(order: str) -> None:
     done = run(f"{ORDERS[order]}; {USED}", "1", "-W", "error")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", ["runtime", "fakeccl"])
+def test_a_module_that_imports_torch_leaves_the_registration_for_later(name: str) -> None:
+    code = (
+        f"import core_plugin_fake_device.{name}; import torch; "
+        f"assert torch._C._get_privateuse1_backend_name() == 'privateuseone'; {EXPLICIT}; {USED}"
+    )
+    done = run(code, "1", "-W", "error")
+    assert done.returncode == 0, done.stderr
+
+
+IN_THREADS = """
+import threading, time
+threads = [threading.Thread(target=exec, args=(code,)) for code in {codes}]
+for thread in threads:
+    thread.start()
+    time.sleep(0.2)
+for thread in threads:
+    thread.join()
+"""
+
+
+@pytest.mark.parametrize("name", ["runtime", "fakeccl"])
+@pytest.mark.parametrize("other", ["import torch", EXPLICIT])
+def test_two_threads_do_not_wait_for_each_other(name: str, other: str) -> None:
+    threads = IN_THREADS.format(codes=[f"import core_plugin_fake_device.{name}", other])
+    done = run(f"{threads}\n{EXPLICIT}; import torch; {USED}", "1", "-W", "error")
     assert done.returncode == 0, done.stderr
 
 

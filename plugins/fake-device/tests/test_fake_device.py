@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-PROGRAM = Path(__file__).with_name("fake_processes.py")
+DIRECTORY = Path(__file__).parent
 
 
-def run(*arguments: str) -> None:
-    command = [sys.executable, "-W", "error", str(PROGRAM), *arguments]
+def run(program: str, *arguments: str) -> None:
+    command = [sys.executable, "-W", "error", str(DIRECTORY / program), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
@@ -19,18 +19,34 @@ def run(*arguments: str) -> None:
         "the_hardware_is_opened_by_the_first_tensor",
         "many_threads_open_it_once",
         "a_forked_child_cannot_use_it",
+        "a_forked_child_can_free",
         "a_bad_index_changes_nothing",
         "the_number_of_devices_is_fixed_by_use",
+        "devices_are_not_mixed",
+        "windows_are_those_of_the_cpu",
         "memory_is_counted",
         "memory_has_an_end_on_each_device",
         "what_is_switched_off_says_so",
         "random_numbers_are_the_devices_own",
+        "seeding_waits_for_what_is_being_drawn",
         "recurrent_layers_are_those_of_the_cpu",
         "a_profile_has_the_devices_time",
     ],
 )
 def test_the_device(scenario: str) -> None:
-    run(scenario)
+    run("fake_processes.py", scenario)
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        "work_is_done_when_it_is_finished",
+        "work_that_is_looked_at_is_finished",
+        "an_error_at_the_end_stays",
+    ],
+)
+def test_the_work_of_collectives(scenario: str) -> None:
+    run("fake_collectives.py", scenario)
 
 
 @pytest.mark.parametrize(
@@ -40,8 +56,9 @@ def test_the_device(scenario: str) -> None:
         "what_cannot_be_reduced_is_refused",
         "results_arrive_later",
         "what_gloo_has_not_works_too",
+        "strides_are_heeded_or_refused",
         "a_dead_peer_is_an_error",
     ],
 )
 def test_the_collective_library(scenario: str) -> None:
-    run(scenario, "2")
+    run("fake_collectives.py", scenario, "2")

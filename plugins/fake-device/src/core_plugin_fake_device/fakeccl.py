@@ -8,7 +8,9 @@ runs as gloo runs it: asynchronously, with gloo's timeouts and gloo's errors.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -19,8 +21,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 from torch.futures import Future, collect_all
-
-from core_plugin_fake_device import autoload
 
 NAME = "fakeccl"
 TRACE = "FAKECCL_TRACE"
@@ -95,6 +95,9 @@ def _check_op(op: dist.ReduceOp, tensors: list[Tensor]) -> None:
 # ---- Tensors and results. ------------------------------------------------------------------------
 
 
+# gloo goes through memory from its start, whatever a tensor's strides are.
+
+
 def _host(tensors: Any) -> Any:
     """CPU tensors over the same memory, in the same nested lists."""
     if isinstance(tensors, Tensor):
@@ -103,9 +106,34 @@ def _host(tensors: Any) -> Any:
     return [_host(tensor) for tensor in tensors]
 
 
-def _flat(tensor: Tensor) -> Any:
-    """A CPU tensor of one dimension over the same memory: gloo takes no other shapes for parts."""
-    return _host(tensor.view(-1))
+def _sources(tensors: Any) -> Any:
+    """CPU tensors to read from."""
+    if isinstance(tensors, Tensor):
+        return _host(tensors.contiguous())
+    return [_sources(tensor) for tensor in tensors]
+
+
+def _targets(tensors: Any) -> Any:
+    """CPU tensors to write to."""
+    if isinstance(tensors, Tensor):
+        _require(tensors.is_contiguous(), tensors)
+        return _host(tensors)
+    return [_targets(tensor) for tensor in tensors]
+
+
+def _in_place(tensors: list[Tensor]) -> Any:
+    """CPU tensors to read from and write to, with the same strides on all ranks."""
+    for tensor in tensors:
+        _require(torch.ops.aten.is_non_overlapping_and_dense(tensor), tensor)
+    return _host(tensors)
+
+
+def _require(fits: bool, tensor: Tensor) -> None:
+    if not fits:
+        raise ValueError(
+            f"{NAME}: cannot write to a tensor of the shape {tuple(tensor.shape)} with the strides "
+            f"{tensor.stride()}; pass tensor.contiguous(), and copy the result back"
+        )
 
 
 class FakeWork(dist.Work):
@@ -124,12 +152,14 @@ class FakeWork(dist.Work):
         self._works = works
         self._result = [result] if isinstance(result, Tensor) else result
         self._finish = finish
+        self._lock = threading.Lock()
+        self._error: BaseException | None = None
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait until it is done.
 
         Raises:
-            RuntimeError: gloo's error, such as a peer that died.
+            RuntimeError: gloo's error, such as a peer that died; every later call raises it too.
         """
         for work in self._works:
             if timeout > timedelta(0):
@@ -140,9 +170,16 @@ class FakeWork(dist.Work):
         return True
 
     def _done(self) -> None:
-        finish, self._finish = self._finish, None
-        if finish:
-            finish()
+        """Do what is left, once. Whoever comes meanwhile waits for it."""
+        with self._lock:
+            finish, self._finish = self._finish, None
+            try:
+                if finish:
+                    finish()
+            except BaseException as error:
+                self._error = error
+            if self._error:
+                raise self._error
 
     def get_future(self) -> Future[Any]:
         """The result, when it is done: a list of tensors on the device."""
@@ -156,16 +193,20 @@ class FakeWork(dist.Work):
         return self._result
 
     def is_completed(self) -> bool:
-        """Whether it is done, without waiting."""
-        return all(work.is_completed() for work in self._works)
+        """Whether it is done, in success or failure, without waiting for other ranks."""
+        if not all(work.is_completed() for work in self._works):
+            return False
+        with suppress(Exception):  # wait() raises it again
+            self.wait()
+        return True
 
     def is_success(self) -> bool:
         """Whether it was done without an error."""
-        return all(work.is_success() for work in self._works)
+        return self.is_completed() and not self._error and all(w.is_success() for w in self._works)
 
     def exception(self) -> Any:
         """The error, if there was one."""
-        return next((e for e in (work.exception() for work in self._works) if e), None)
+        return self._error or next((e for e in (w.exception() for w in self._works) if e), None)
 
     def result(self) -> Any:
         """The tensors on the device."""
@@ -230,7 +271,7 @@ class FakeGroup(ProcessGroup):  # type: ignore[misc]
         opts = opts or dist.AllreduceOptions()
         _check_op(opts.reduceOp, tensors)
         _record("all_reduce", tensors, opts.reduceOp)
-        return self._work([self._gloo.allreduce(_host(tensors), opts)], tensors)
+        return self._work([self._gloo.allreduce(_in_place(tensors), opts)], tensors)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> FakeWork:
         """As :meth:`allreduce`, for tensors of different shapes."""
@@ -243,7 +284,7 @@ class FakeGroup(ProcessGroup):  # type: ignore[misc]
         """Reduce to one rank, in place."""
         _check_op(opts.reduceOp, tensors)
         _record("reduce", tensors, opts.reduceOp)
-        return self._work([self._gloo.reduce(_host(tensors), opts)], tensors)
+        return self._work([self._gloo.reduce(_in_place(tensors), opts)], tensors)
 
     def reduce_scatter(
         self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
@@ -252,14 +293,16 @@ class FakeGroup(ProcessGroup):  # type: ignore[misc]
         opts = opts or dist.ReduceScatterOptions()
         _check_op(opts.reduceOp, outputs)
         _record("reduce_scatter", inputs[0], opts.reduceOp)
-        return self._work([self._gloo.reduce_scatter(_host(outputs), _host(inputs), opts)], outputs)
+        work = self._gloo.reduce_scatter(_targets(outputs), _sources(inputs), opts)
+        return self._work([work], outputs)
 
     def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any = None) -> FakeWork:
         """Reduce a tensor; each rank gets its part."""
         opts = opts or dist.ReduceScatterOptions()
         _check_op(opts.reduceOp, [source])
         _record("reduce_scatter_single", [source], opts.reduceOp)
-        work = self._gloo._reduce_scatter_base(_flat(output), _flat(source.contiguous()), opts)
+        parts = _targets(output).view(-1), _sources(source).view(-1)
+        work = self._gloo._reduce_scatter_base(*parts, opts)
         return self._work([work], output)
 
     def reduce_scatter_single_coalesced(
@@ -274,7 +317,7 @@ class FakeGroup(ProcessGroup):  # type: ignore[misc]
     def broadcast(self, tensors: list[Tensor], opts: Any) -> FakeWork:
         """Send one rank's tensors to all."""
         _record("broadcast", tensors)
-        return self._work([self._gloo.broadcast(_host(tensors), opts)], tensors)
+        return self._work([self._gloo.broadcast(_in_place(tensors), opts)], tensors)
 
     def allgather(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
@@ -282,7 +325,7 @@ class FakeGroup(ProcessGroup):  # type: ignore[misc]
         """Give every rank the tensors of all."""
         opts = opts or AllgatherOptions()
         _record("all_gather", inputs)
-        return self._work([self._gloo.allgather(_host(outputs), _host(inputs), opts)], outputs)
+        return self._work([self._gloo.allgather(_host(outputs), _sources(inputs), opts)], outputs)
 
     def allgather_coalesced(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
@@ -296,7 +339,8 @@ class FakeGroup(ProcessGroup):  # type: ignore[misc]
         """Give every rank the tensors of all, as one."""
         opts = opts or AllgatherOptions()
         _record("all_gather_single", [source])
-        work = self._gloo._allgather_base(_flat(output), _flat(source.contiguous()), opts)
+        parts = _targets(output).view(-1), _sources(source).view(-1)
+        work = self._gloo._allgather_base(*parts, opts)
         return self._work([work], output)
 
     def all_gather_single_coalesced(
@@ -309,12 +353,12 @@ class FakeGroup(ProcessGroup):  # type: ignore[misc]
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> FakeWork:
         """Give one rank the tensors of all."""
         _record("gather", inputs)
-        return self._work([self._gloo.gather(_host(outputs), _host(inputs), opts)], outputs)
+        return self._work([self._gloo.gather(_host(outputs), _sources(inputs), opts)], outputs)
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> FakeWork:
         """Give each rank its tensor of one rank's list."""
         _record("scatter", inputs[0] if inputs else outputs)
-        return self._work([self._gloo.scatter(_host(outputs), _host(inputs), opts)], outputs)
+        return self._work([self._gloo.scatter(_targets(outputs), _sources(inputs), opts)], outputs)
 
     def all_to_all_single(
         self,
@@ -328,7 +372,7 @@ class FakeGroup(ProcessGroup):  # type: ignore[misc]
         opts = opts or dist.AllToAllOptions()
         _record("all_to_all_single", [source])
         work = self._gloo.alltoall_base(
-            _host(output), _host(source.contiguous()), output_splits, input_splits, opts
+            _targets(output), _sources(source), output_splits, input_splits, opts
         )
         return self._work([work], output)
 
@@ -350,17 +394,17 @@ class FakeGroup(ProcessGroup):  # type: ignore[misc]
     def send(self, tensors: list[Tensor], destination: int, tag: int) -> FakeWork:
         """Send to one rank."""
         _record("send", tensors)
-        return self._work([self._gloo.send(_host(tensors), destination, tag)], tensors)
+        return self._work([self._gloo.send(_sources(tensors), destination, tag)], tensors)
 
     def recv(self, tensors: list[Tensor], origin: int, tag: int) -> FakeWork:
         """Receive from one rank."""
         _record("recv", tensors)
-        return self._work([self._gloo.recv(_host(tensors), origin, tag)], tensors)
+        return self._work([self._gloo.recv(_targets(tensors), origin, tag)], tensors)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> FakeWork:
         """Receive from any rank."""
         _record("recv", tensors)
-        return self._work([self._gloo.recv_anysource(_host(tensors), tag)], tensors)
+        return self._work([self._gloo.recv_anysource(_targets(tensors), tag)], tensors)
 
     def barrier(self, opts: Any = None) -> FakeWork:
         """Wait for all ranks."""
@@ -373,6 +417,3 @@ class FakeGroup(ProcessGroup):  # type: ignore[misc]
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     alltoall_base = all_to_all_single
-
-
-autoload.resume()

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from core_plugin_fake_device import autoload
 from core_plugin_fake_device.plugin import LIBRARY
 
 if TYPE_CHECKING:
@@ -261,6 +260,3 @@ def mem_get_info(device: Device = None) -> tuple[int, int]:
 def get_amp_supported_dtype() -> list[torch.dtype]:
     """The dtypes that autocast can compute in."""
     return [torch.bfloat16, torch.float16]
-
-
-autoload.resume()

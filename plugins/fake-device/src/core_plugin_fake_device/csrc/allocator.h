@@ -5,7 +5,7 @@
 // torch.accelerator's memory functions work.
 #pragma once
 
-#include "runtime.h"
+#include "address_map.h"
 
 #include <c10/core/CachingDeviceAllocator.h>
 
@@ -30,7 +30,6 @@ inline int64_t host_memory() {
   return static_cast<int64_t>(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGESIZE);
 }
 
-// Atomic numbers and no lock: a child that was forked while a lock is held could free nothing.
 inline void take(DeviceIndex index, int64_t bytes) {
   Memory& memory = memories[index];
   const int64_t used = memory.current.fetch_add(bytes) + bytes;
@@ -39,8 +38,8 @@ inline void take(DeviceIndex index, int64_t bytes) {
     memory.current -= bytes;
     TORCH_CHECK_WITH(
         OutOfMemoryError, false, "fake: device ", int(index),
-        " is out of memory: tried to allocate ", bytes, " bytes, ", std::max<int64_t>(capacity - used + bytes, 0), " of ", capacity,
-        " are free");
+        " is out of memory: tried to allocate ", bytes, " bytes, ",
+        std::max<int64_t>(capacity - used + bytes, 0), " of ", capacity, " are free");
   }
   ++memory.allocations;
   int64_t peak = memory.peak;
@@ -61,6 +60,7 @@ struct Block {
 
 inline void free_block(void* context) {
   auto* block = static_cast<Block*>(context);
+  device_blocks.remove(block->data);
   give_back(block->index, block->bytes);
   std::free(block->data);
   delete block;
@@ -82,6 +82,7 @@ struct Allocator final : c10::DeviceAllocator {
           OutOfMemoryError, false, "fake: the host is out of memory: tried to allocate ", bytes,
           " bytes");
     }
+    device_blocks.add(data, bytes, index);
     auto* block = new Block{data, static_cast<int64_t>(bytes), index};
     return {data, block, &free_block, Device(kDeviceType, index)};
   }

@@ -15,6 +15,14 @@
 
 namespace fake {
 
+inline void require_device(
+    const at::Tensor& tensor, Device device, std::string_view argument, std::string_view op) {
+  TORCH_CHECK(
+      !tensor.defined() || tensor.device() == device,
+      "Expected all tensors to be on the same device, but found at least two devices, ", device,
+      " and ", tensor.device(), "! (argument '", argument, "' of ", op, ")");
+}
+
 class HostCall {
  public:
   HostCall(const c10::OperatorHandle& op, torch::jit::Stack& stack)
@@ -96,10 +104,13 @@ class HostCall {
     return aliases_.alias(tensor);
   }
 
-  // Indices may be on the CPU, as on any device.
+  // Indices may be on the CPU, as for any device.
   c10::IValue host_indices(const c10::List<std::optional<at::Tensor>>& indices) {
     c10::List<std::optional<at::Tensor>> list;
     for (const std::optional<at::Tensor>& index : indices.vec()) {
+      if (index && !index->is_cpu()) {
+        require_device(*index, device_, "indices", schema_.name());
+      }
       list.push_back(index ? std::optional(aliases_.alias(*index)) : std::nullopt);
     }
     return list;
@@ -107,15 +118,12 @@ class HostCall {
 
   // A number on the CPU may be combined with anything, but not written to.
   void check_device(const at::Tensor& tensor, const c10::Argument& argument) const {
-    if (!tensor.defined() || tensor.device() == device_) {
-      return;
-    }
     const auto* alias = argument.alias_info();
     const bool written = alias && alias->isWrite();
-    TORCH_CHECK(
-        tensor.is_cpu() && tensor.dim() == 0 && !written,
-        "Expected all tensors to be on the same device, but found at least two devices, ", device_,
-        " and ", tensor.device(), "! (argument '", argument.name(), "' of ", schema_.name(), ")");
+    if (tensor.defined() && tensor.is_cpu() && tensor.dim() == 0 && !written) {
+      return;
+    }
+    require_device(tensor, device_, argument.name(), schema_.name());
   }
 
   static bool is_generator(const c10::Argument& argument) {

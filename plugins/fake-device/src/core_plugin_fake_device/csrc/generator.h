@@ -18,32 +18,45 @@ struct Generator final : c10::GeneratorImpl {
             Device(kDeviceType, index), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)),
         host(at::detail::createCPUGenerator()) {}
 
+  // Kernels hold the same lock for as long as they draw.
   void set_current_seed(uint64_t seed) override {
+    const auto lock = locked();
     host.set_current_seed(seed);
   }
   uint64_t current_seed() const override {
+    const auto lock = locked();
     return host.current_seed();
   }
   uint64_t seed() override {
+    const auto lock = locked();
     return host.seed();
   }
   void set_offset(uint64_t offset) override {
+    const auto lock = locked();
     host.set_offset(offset);
   }
   uint64_t get_offset() const override {
+    const auto lock = locked();
     return host.get_offset();
   }
   void set_state(const c10::TensorImpl& state) override {
+    const auto lock = locked();
     host.unsafeGetGeneratorImpl()->set_state(state);
   }
   c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
+    const auto lock = locked();
     return host.unsafeGetGeneratorImpl()->get_state();
   }
 
   at::Generator host;
 
  private:
+  std::unique_lock<std::mutex> locked() const {
+    return std::unique_lock(host.unsafeGetGeneratorImpl()->mutex_);
+  }
+
   Generator* clone_impl() const override {
+    const auto lock = locked();
     auto* copy = new Generator(device().index());
     copy->host = host.clone();
     return copy;

@@ -51,14 +51,16 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   }
 
   bool isPinnedPtr(const void* pointer) const override {
-    return PinnedMemory::contains(pointer);
+    return pinned_blocks.find(pointer).has_value();
   }
   at::Allocator* getPinnedMemoryAllocator() const override {
     require(kPinnedMemory);
     return &pinned_memory;
   }
-  Device getDeviceFromPtr(void*) const override {
-    return Device(kDeviceType, current);
+  Device getDeviceFromPtr(void* pointer) const override {
+    const auto index = device_blocks.find(pointer);
+    TORCH_CHECK(index, "fake: ", pointer, " points to no memory of a device");
+    return Device(kDeviceType, *index);
   }
 
   // UntypedStorage.resize_: 0 frees the memory, which FSDP2 lives by.

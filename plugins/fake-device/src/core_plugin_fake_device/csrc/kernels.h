@@ -79,6 +79,8 @@ inline at::Tensor convolution(
     at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed,
     at::IntArrayRef output_padding, int64_t groups) {
   require(kConvolution);
+  require_device(weight, input.device(), "weight", "aten::convolution");
+  require_device(bias.value_or(at::Tensor()), input.device(), "bias", "aten::convolution");
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   HostAliases aliases;
   const auto host_bias = given(bias) ? MaybeTensor(aliases.alias(*bias)) : std::nullopt;
@@ -93,6 +95,9 @@ inline std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
     at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed,
     at::IntArrayRef output_padding, int64_t groups, std::array<bool, 3> wanted) {
   require(kConvolution);
+  const auto device = input.device();
+  require_device(grad_output, device, "grad_output", "aten::convolution_backward");
+  require_device(weight, device, "weight", "aten::convolution_backward");
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   HostAliases aliases;
   const std::vector<int64_t> bias_sizes{grad_output.size(1)};
@@ -100,7 +105,6 @@ inline std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
       aliases.alias(grad_output), aliases.alias(input), aliases.alias(weight),
       at::IntArrayRef(bias_sizes), stride, padding, dilation, transposed, output_padding, groups,
       wanted);
-  const auto device = input.device();
   return {
       aliases.to_device(grad_input, device), aliases.to_device(grad_weight, device),
       aliases.to_device(grad_bias, device)};
@@ -118,6 +122,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
         "resize_", "is_set_to", "set_", "set_.source_Storage",
         "set_.source_Storage_storage_offset", "set_.source_Tensor"}) {
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&change_geometry>());
+  }
+  // torch computes these without asking for a kernel, and by a table that has none for the device.
+  for (const char* name : {"kaiser_window", "kaiser_window.periodic", "kaiser_window.beta"}) {
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
   }
   library.impl("native_dropout", native_dropout);
   library.impl("convolution_overrideable", convolution);

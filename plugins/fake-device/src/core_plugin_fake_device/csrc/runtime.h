@@ -94,17 +94,6 @@ inline Capability find_capability(std::string_view name) {
   return static_cast<Capability>(found);
 }
 
-// Those named, and no others.
-inline void switch_off(const std::vector<std::string>& names) {
-  std::array<bool, kCapabilities> off{};
-  for (const auto& name : names) {
-    off[find_capability(name)] = true;
-  }
-  for (int i = 0; i < kCapabilities; ++i) {
-    switched_off[i] = off[i];
-  }
-}
-
 inline void require_dtype(c10::ScalarType dtype) {
   if (c10::isComplexType(dtype)) {
     require(kComplexNumbers);
@@ -150,6 +139,21 @@ inline void set_device_count(int64_t count) {
       count == configured_devices || initializations == 0,
       "fake: the number of devices cannot change after the device was used");
   configured_devices = static_cast<int>(count);
+}
+
+// Those named, and no others.
+inline void switch_off(const std::vector<std::string>& names) {
+  std::array<bool, kCapabilities> off{};
+  for (const auto& name : names) {
+    off[find_capability(name)] = true;
+  }
+  TORCH_CHECK(
+      off[kMultipleDevices] == switched_off[kMultipleDevices] || initializations == 0,
+      "fake: the number of devices cannot change after the device was used (capability "
+      "multiple_devices)");
+  for (int i = 0; i < kCapabilities; ++i) {
+    switched_off[i] = off[i];
+  }
 }
 
 inline void check_index(int64_t index) {
