@@ -45,7 +45,9 @@ class Package(NamedTuple):
     @property
     def digest(self) -> str:
         """What its files are, in one number."""
-        files = sorted(f for f in self.directory.rglob("*") if f.suffix in COMPILED_FROM)
+        files = [self.directory / "setup.py", self.directory / "pyproject.toml"]
+        sources = (self.directory / "src").rglob("*")
+        files += sorted(f for f in sources if f.suffix in {".cpp", ".h", ".py"})
         return hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()[:16]
 
     def closure(self) -> list[Package]:
@@ -60,7 +62,6 @@ PACKAGES = [
     for folder in ("core", "plugins/*", "contrib/*")
     for file in sorted(ROOT.glob(f"{folder}/pyproject.toml"))
 ]
-COMPILED_FROM = {".cpp", ".h", ".py", ".toml", ".typed"}
 SOURCES = [str(p.directory / "src") for p in PACKAGES]
 TESTS = [str(d) for d in (*(p.directory / "tests" for p in PACKAGES), ROOT / "tests") if d.is_dir()]
 

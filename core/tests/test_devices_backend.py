@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from core_plugin import PluginContractError
 from core_plugin.privateuse1 import DeviceBackend
 from core_plugin.privateuse1.backend import BUILT_IN_DEVICES
 
@@ -24,13 +25,13 @@ def test_nothing_else_is_a_name(name):
     good = bool(name) and name[0] in string.ascii_lowercase
     if good and set(name) <= set(string.ascii_lowercase + "_"):
         return
-    with pytest.raises(ValueError, match="cannot be called"):
+    with pytest.raises(PluginContractError, match="cannot be called"):
         DeviceBackend(name, "bfloat16")
 
 
 @pytest.mark.parametrize("name", ["dev1", "1dev", "cuda2", "privateuse1"])
 def test_digits_are_refused_with_their_reason(name):
-    with pytest.raises(ValueError, match=r"torch\.device reads no digits"):
+    with pytest.raises(PluginContractError, match=r"torch\.device reads no digits"):
         DeviceBackend(name, "bfloat16")
 
 
@@ -38,7 +39,7 @@ def test_the_autocast_dtype_is_asked_for_and_one_of_two():
     with pytest.raises(TypeError, match="default_autocast_dtype"):
         DeviceBackend("acme")
     for dtype in ("float32", "int8", ""):
-        with pytest.raises(ValueError, match="must be 'float16' or 'bfloat16'"):
+        with pytest.raises(PluginContractError, match="must be 'float16' or 'bfloat16'"):
             DeviceBackend("acme", dtype)
 
 
@@ -47,9 +48,11 @@ def test_a_built_in_name_is_refused_before_torch_is_touched(environment):
 import sys
 from core_plugin import PluginContractError
 from core_plugin.privateuse1 import DeviceBackend, has_backend, register
+class provider: pass
 for name in ("cpu", "cuda", "meta", "privateuseone"):
     try:
-        register(object, DeviceBackend(name, "float16"), None, None)
+        provider.backend = lambda params: DeviceBackend(name, "float16")
+        register(provider, None)
     except PluginContractError as error:
         assert "torch has one" in str(error), error
     else:

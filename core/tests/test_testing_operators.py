@@ -8,7 +8,7 @@ import pytest
 
 from core_plugin.builtin.device import CPU
 from core_plugin.errors import CorePluginError
-from core_plugin.testing.device import operators
+from core_plugin.testing.device import operators, operators_comparison
 from core_plugin.testing.device.operators_known import KNOWN, NEEDS, UNDETERMINED, KnownDifference
 from core_plugin.testing.device.subject import Subject
 from core_plugin.types import DevicePlugin
@@ -158,6 +158,6 @@ def test_a_device_that_cannot_be_used_is_told_at_once(subject):
     ],
 )
 def test_a_known_difference_that_is_gone_is_told(known, difference, outcome):
-    found, message = operators._judged(known, difference)
+    found, message = operators_comparison._judged(known, difference)
     assert found == outcome
     assert ("torch's own" in message) == (outcome in ("known", "unexpectedly equal"))

@@ -71,6 +71,21 @@ def test_a_run_goes_on_on_another_device(workspace, strategy, first, second):
     assert resumed == pytest.approx(whole, rel=1e-6)
 
 
+def test_a_lesser_device_saves_and_goes_on_from_the_cpu(workspace):
+    """Without pinned memory for copies to the host, and without the CPU's fused AdamW."""
+    device = {"name": "fake", "without": ["pinned_memory", "fused_optimizers"]}
+
+    def run(device: object, steps: int, directory: str, *options: str) -> list[float]:
+        train = {"steps": steps, "global_batch_size": 4, "micro_batch_size": 2}
+        document = workspace.small(scheduler="constant", device=device, train=train)
+        return losses(workspace.train(document, 1, *options, directory=directory))
+
+    whole = run("cpu", 4, "whole")
+    run("cpu", 2, "resumed")
+    assert run(device, 4, "resumed", "--resume") == pytest.approx(whole, rel=1e-6)
+    assert run("cpu", 4, "resumed", "--resume") == pytest.approx(whole, rel=1e-6)
+
+
 def reductions(workspace: Any, directory: str) -> set[str]:
     """The operations that reduced gradients on rank 0, as the collective library saw them."""
     lines = (workspace.path / directory / "rank-0.txt").read_text().splitlines()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from core_plugin import privateuse1
 from core_plugin.errors import (
@@ -35,13 +35,7 @@ def parse_device(text: str) -> torch.device:
     import torch
 
     name, index = _split(text)
-    implementation = DevicePlugin(name).resolve()
-    params = implementation.Params()
-    if reason := implementation.unavailable(params):
-        raise PluginUnavailableError(
-            f"the device {name!r} is installed, but cannot run here: {reason}"
-        )
-    device_type = implementation.register(params).name
+    device_type = _registered_type(name) or _register(name)
     if index is None:
         return torch.device(device_type)
     count = torch.get_device_module(device_type).device_count()
@@ -58,15 +52,34 @@ def _split(text: str) -> tuple[str, int | None]:
             "cuda:0 (lowercase letters and underscores; the index without sign or leading zeros)"
         )
     name, index = found.groups()
-    if name in ("privateuse1", "privateuseone"):
-        backend = privateuse1.registered()
-        if backend is None:
-            raise PluginNotFoundError(
-                f"{text!r}: no device is registered in torch's slot for devices that are not its "
-                f"own; installed: {', '.join(DevicePlugin.names())}"
-            )
-        name = backend.name
     return name, None if index is None else int(index)
+
+
+def _registered_type(name: str) -> str | None:
+    """What the device in torch's slot is called, if the name is that or the slot's."""
+    registered = privateuse1.registered()
+    of_the_slot = name in ("privateuse1", "privateuseone")
+    if of_the_slot and registered is None:
+        raise PluginNotFoundError(
+            f"{name!r}: no device is registered in torch's slot for devices that are not its own; "
+            f"installed: {', '.join(DevicePlugin.names())}"
+        )
+    if registered and (of_the_slot or name == registered.backend.name):
+        return registered.backend.name
+    return None
+
+
+def _register(name: str) -> str:
+    """Let torch know the device of a plugin, with the parameters' defaults."""
+    route = DevicePlugin(name)
+    implementation = route.resolve()
+    params: Any = route.parse_params({}, route.params_type())
+    if reason := implementation.unavailable(params):
+        raise PluginUnavailableError(
+            f"the device {name!r} is installed, but cannot run here: {reason}"
+        )
+    device_type: str = implementation.register(params).name
+    return device_type
 
 
 def _indices(count: int) -> str:
@@ -101,7 +114,7 @@ def _default_autocast_dtype(device_type: str) -> torch.dtype:
     """The one that a registered device declares; torch's own is set for each thread alone."""
     import torch
 
-    backend = privateuse1.registered()
-    if backend is not None and backend.name == device_type:
-        return getattr(torch, backend.default_autocast_dtype)  # type: ignore[no-any-return]
+    registered = privateuse1.registered()
+    if registered and registered.backend.name == device_type:
+        return getattr(torch, registered.backend.default_autocast_dtype)  # type: ignore[no-any-return]
     return torch.get_autocast_dtype(device_type)

@@ -104,6 +104,9 @@ def local(tensor: Tensor) -> Tensor:
 
 # Optimizer
 
+KERNEL_OPTIONS = frozenset({"capturable", "foreach", "fused"})
+"""What says how torch's optimizers compute a step: the run's own, for the device that it is on."""
+
 
 def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     """The optimizer's state tensors by ``<parameter>.<state key>``.
@@ -204,9 +207,20 @@ def save(model: nn.Module, optimizer: Optimizer, directory: Path, *, include_fro
     tensors |= {f"optimizer.{n}": t for n, t in optimizer_tensors(model, optimizer).items()}
     text = _as_json(_plain_state(model, optimizer), optimizer)
     with _torch_errors(f"{directory} cannot be written"):
-        dcp.save(_detached(tensors), checkpoint_id=directory, no_dist=not dist.is_initialized())
+        dcp.save(
+            _detached(tensors), storage_writer=_writer(directory), no_dist=not dist.is_initialized()
+        )
     if _rank() == 0:
         (directory / OPTIMIZER_FILE).write_text(text, encoding="utf-8")
+
+
+def _writer(directory: Path) -> dcp.FileSystemWriter:
+    """A writer that copies to the host ahead of writing, where there is pinned memory for it."""
+    try:
+        torch.empty(1, pin_memory=True)
+    except RuntimeError:
+        return dcp.FileSystemWriter(directory, per_thread_copy_ahead=0)
+    return dcp.FileSystemWriter(directory)
 
 
 def _checkpoint_tensors(model: nn.Module, include_frozen: bool) -> dict[str, Tensor]:
@@ -257,7 +271,8 @@ def load(model: nn.Module, optimizer: Optimizer, directory: Path, *, include_fro
         optimizer.state[owned[name]] = entries
     for group, saved in zip(optimizer.param_groups, plain["groups"], strict=True):
         for key, value in saved["options"].items():
-            _restore_option(group, key, value)
+            if key not in KERNEL_OPTIONS:
+                _restore_option(group, key, value)
 
 
 def _restore_option(group: dict[str, Any], key: str, value: Any) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
+from core_plugin import privateuse1
 from core_plugin.privateuse1 import DeviceBackend, DeviceCapabilities
 from core_plugin.types.device import BaseDevice, indexed_device
 
@@ -116,7 +118,7 @@ class Auto(BaseDevice):
 
     @staticmethod
     def backend(params: object) -> DeviceBackend:
-        """That of the CPU, of CUDA, or what torch says of another accelerator."""
+        """That of the CPU, CUDA or a registered device, or what torch says of another."""
         import torch
         import torch.distributed as dist
 
@@ -125,6 +127,8 @@ class Auto(BaseDevice):
             return CPU.backend(CPU.Params())
         if accelerator.type == "cuda":
             return CUDA.backend(params)
+        if (registered := privateuse1.registered()) is not None:
+            return registered.backend
         dtype = torch.get_autocast_dtype(accelerator.type)
         return DeviceBackend(
             accelerator.type,
@@ -144,3 +148,9 @@ class Auto(BaseDevice):
 
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         return indexed_device(accelerator.type, local_rank) if accelerator else torch.device("cpu")
+
+    @staticmethod
+    def workarounds() -> AbstractContextManager[None]:
+        """Those of a device that is registered."""
+        registered = privateuse1.registered()
+        return registered.provider.workarounds() if registered else nullcontext()

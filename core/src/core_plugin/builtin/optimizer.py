@@ -6,6 +6,7 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING, Any
 
+from core_plugin import privateuse1
 from core_plugin.errors import ConfigError
 from core_plugin.params import require
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 FUSED_DEVICES = frozenset({"cpu", "cuda"})
-"""Where torch itself has the fused step; another backend may lack it, which only a step shows."""
+"""Where torch itself has the fused step; another device declares it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +92,7 @@ def adamw(model: nn.Module, params: AdamWParams) -> Optimizer:
 
     trained = _trained(model)
     uniform = _uniform(trained)
-    fused = uniform and {p.device.type for p in trained} <= FUSED_DEVICES
+    fused = uniform and all(_has_fused(p.device.type) for p in trained)
     return torch.optim.AdamW(
         _groups(trained, params.weight_decay),
         lr=params.lr,
@@ -100,6 +101,13 @@ def adamw(model: nn.Module, params: AdamWParams) -> Optimizer:
         fused=fused,
         foreach=uniform and not fused,
     )
+
+
+def _has_fused(device_type: str) -> bool:
+    registered = privateuse1.registered()
+    declared = registered and registered.backend.capabilities.fused_optimizers
+    is_registered = registered and registered.backend.name == device_type
+    return device_type in FUSED_DEVICES or bool(is_registered and declared)
 
 
 def sgd(model: nn.Module, params: SGDParams) -> Optimizer:

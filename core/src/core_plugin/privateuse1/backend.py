@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+import traceback
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
+
+from core_plugin.errors import PluginContractError
 
 AutocastDtype = Literal["float16", "bfloat16"]
 
@@ -66,8 +69,8 @@ class DeviceBackend:
     """A kind of device.
 
     Raises:
-        ValueError: The name is not one that ``torch.device`` can read, or the dtype is not one of
-            the two that autocast has.
+        PluginContractError: The name is not one that ``torch.device`` can read, or the dtype is
+            not one of the two that autocast has.
     """
 
     name: str
@@ -80,17 +83,39 @@ class DeviceBackend:
 
     def __post_init__(self) -> None:
         if re.search(r"[0-9]", self.name):
-            raise ValueError(
+            raise PluginContractError(
                 f"a device cannot be called {self.name!r}: torch.device reads no digits in the "
                 "name of a device, only in its index; use letters and underscores"
             )
         if not re.fullmatch(r"[a-z][a-z_]*", self.name):
-            raise ValueError(
+            raise PluginContractError(
                 f"a device cannot be called {self.name!r}: use lowercase ASCII letters and "
                 "underscores, a letter first"
             )
         if self.default_autocast_dtype not in get_args(AutocastDtype):
-            raise ValueError(
+            raise PluginContractError(
                 f"the device {self.name!r} declares {self.default_autocast_dtype!r} as its default "
                 "autocast dtype; it must be 'float16' or 'bfloat16'"
             )
+
+
+def backend_of(provider: type[Any], params: Any) -> DeviceBackend:
+    """What a provider says of its device.
+
+    Raises:
+        PluginContractError: It raises, or says what cannot be.
+    """
+    try:
+        backend: DeviceBackend = provider.backend(params)
+        return backend
+    except Exception as error:
+        name = f"{provider.__module__}:{provider.__qualname__}"
+        raise PluginContractError(f"{name}.backend: {told(error)}") from error
+
+
+def told(error: Exception) -> str:
+    """An error with its cause, and the place that raised it."""
+    cause = f" ({error.__cause__})" if error.__cause__ else ""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{cause}{place}"

@@ -19,6 +19,8 @@ def run(options: Sequence[str]) -> int:
     import pytest
 
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    for variable in ("PYTEST_ADDOPTS", "PYTEST_PLUGINS"):
+        os.environ.pop(variable, None)
     settings = ["-c", os.devnull, "--rootdir", os.path.dirname(__file__), "-p", "no:cacheprovider"]
     looks = ["-q", "--no-header", "-rN", "--strict-markers"]
     code = pytest.main([*settings, *looks, "-p", "core_plugin.testing.plugin", *options])

@@ -2,97 +2,27 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import json
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from core_plugin import document
 from core_plugin.errors import ConfigError, CorePluginError
-from core_plugin.params import Origin, near, parse_params
+from core_plugin.params import near
 from core_plugin.testing.processes import Call, Outcome, Team
 from core_plugin.testing.report import Case, Report
+from core_plugin.testing.suite import PLAN, Plan, Suite
 
-TIMEOUT = 30.0
-"""Seconds that a case may take, unless it says otherwise."""
+NAME = "core-plugin-conformance"
+"""What the plugin is called in pytest's plugin manager."""
+DESELECTED = "it was deselected"
 WIDTH = 160
 """Columns of the table where there is no terminal."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How a case is run, as its markers say."""
-
-    name: str
-    level: int
-    capability: str | None
-    ranks: int
-    only: str | None
-    timeout: float
-    fresh: bool
-    in_place: bool
-    offline: bool
-
-    @classmethod
-    def of(cls, item: pytest.Function) -> Plan:
-        """What the markers of a case say."""
-
-        def argument(marker: str, default: Any) -> Any:
-            found = item.get_closest_marker(marker)
-            return found.args[0] if found else default
-
-        return cls(
-            name=f"{item.path.stem.removeprefix('test_')}/{item.name.removeprefix('test_')}",
-            level=argument("level", 0),
-            capability=argument("requires", None),
-            ranks=argument("ranks", 1),
-            only=argument("only", None),
-            timeout=argument("timeout_s", TIMEOUT),
-            fresh=item.get_closest_marker("fresh") is not None,
-            in_place=item.get_closest_marker("in_place") is not None,
-            offline=item.get_closest_marker("offline") is not None,
-        )
-
-
-PLAN = pytest.StashKey[Plan]()
-
-
-class Suite:
-    """The cases for a plugin type: the package ``core_plugin.testing.<type>``.
-
-    Raises:
-        ConfigError: There is no suite for the type.
-    """
-
-    def __init__(self, type_name: str) -> None:
-        package = f"core_plugin.testing.{type_name}"
-        if not type_name.isidentifier() or find_spec(package) is None:
-            raise ConfigError(
-                f"there is no conformance suite for plugins of the type {type_name!r}"
-            )
-        module = importlib.import_module(f"{package}.subject")
-        self.folder = Path(str(module.__file__)).parent
-        self.subject_type: Any = module.Subject
-
-    def subject(self, name: str, texts: Sequence[str]) -> Any:
-        """The plugin with the name, with parameters as ``key=value``.
-
-        Raises:
-            CorePluginError: There is no such plugin, or it has no such parameters.
-        """
-        route = self.subject_type.plugin_type(name)
-        values: dict[str, Any] = {}
-        for text in texts:
-            document.override(values, {}, text)
-        return self.subject_type(name, parse_params(values, route.params_type(), Origin(path=name)))
 
 
 class Conformance:
@@ -125,15 +55,29 @@ class Conformance:
         levels = self.suite.subject_type.levels
         if level is not None and level not in levels:
             raise ConfigError(f"there is no level {level}; the levels are {levels}")
+        self._kinds = self.subject.kinds
         self._plugin = plugin
         self._params = " ".join(params)
         self._level = level or max(levels)
         self._exceptions = exceptions
         self._file = file
+        if file and (file.is_dir() or not file.absolute().parent.is_dir()):
+            raise ConfigError(f"the report cannot be written: {file} is a folder, or in none")
         self._cases: dict[str, Case] = {}
         self._teams: dict[int, Team] = {}
+        self._told: dict[str, str] = {}
+        """The first case that failed for a reason; the others refer to it."""
 
     # Choosing
+
+    def pytest_collect_file(
+        self, file_path: Path, parent: pytest.Collector
+    ) -> pytest.Collector | None:
+        """Collect the suite's files, whatever a project's own are called."""
+        patterns = parent.config.getini("python_files")
+        if file_path in self.suite.files and not any(map(file_path.match, patterns)):
+            return pytest.Module.from_parent(parent, path=file_path)
+        return None
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -148,18 +92,35 @@ class Conformance:
                 item.add_marker(marker)
             says = (inspect.getdoc(item.function) or "").partition("\n")[0]
             self._cases[plan.name] = Case(plan.name, says, plan.level, plan.capability)
+        self._note_missing()
         items.sort(key=lambda item: item.stash[PLAN].level if PLAN in item.stash else 0)
         if unknown := sorted(self._exceptions.keys() - self._cases.keys()):
             close = near(unknown[0], self._cases)
             hint = f"; did you mean {close}?" if close else ""
             raise pytest.UsageError(f"there is no case {', '.join(unknown)} to except{hint}")
 
+    def _note_missing(self) -> None:
+        """Note the cases that pytest did not collect, because of settings or of other plugins."""
+        collected = {case.function for case in self._cases.values()}
+        for name, function, marks in self.suite.functions():
+            level = marks["level"].args[0]
+            if name not in collected and level <= self._level:
+                says = (inspect.getdoc(function) or "").partition("\n")[0]
+                reason = "pytest did not collect it"
+                self._cases[name] = Case(name, says, level, result="not run", reason=reason)
+
+    def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
+        """Note why a case is not run."""
+        for item in items:
+            if PLAN in item.stash:
+                self._cases[item.stash[PLAN].name].reason = DESELECTED
+
     def pytest_make_parametrize_id(self, val: object) -> str | None:
         """Call a dtype by its name."""
         return str(val).removeprefix("torch.") if type(val).__module__ == "torch" else None
 
     def _is_case(self, item: pytest.Item) -> bool:
-        return item.path.parent == self.suite.folder
+        return item.path in self.suite.files
 
     def _checked_plan(self, item: pytest.Function) -> Plan:
         plan, subject_type = Plan.of(item), self.suite.subject_type
@@ -173,7 +134,7 @@ class Conformance:
 
     def _markers(self, plan: Plan) -> Iterator[str]:
         yield self.subject.name.rpartition(":")[2]
-        if "accelerator" in self.subject.kinds:
+        if "accelerator" in self._kinds:
             yield "accelerator"
         if not plan.offline:
             yield "hardware"
@@ -188,7 +149,7 @@ class Conformance:
             return None
         case = self._cases[plan.name]
         started = time.perf_counter()
-        if plan.only and plan.only not in self.subject.kinds:
+        if plan.only and plan.only not in self._kinds:
             case.result, case.reason = "not for it", f"it is for a {plan.only} device"
         elif plan.ranks > 1 and not self.subject.groups:
             case.result, case.reason = "not declared", "no collective library is declared"
@@ -196,6 +157,7 @@ class Conformance:
             outcome = self._run(pyfuncitem, plan)
             declared = plan.capability is None or self.subject.declares(plan.capability)
             self._judge(case, outcome, declared)
+        self._except(case)
         case.seconds = time.perf_counter() - started
         self._tell_pytest(case)
         return True
@@ -228,11 +190,8 @@ class Conformance:
     def _judge(self, case: Case, outcome: Outcome, declared: bool) -> None:
         case.reason = outcome.message
         passed = outcome.kind == "passed"
-        if case.name in self._exceptions:
-            case.result = "fail" if passed else "excepted"
-            case.reason = self._exceptions[case.name]
-            if passed:
-                case.reason = f"it passes, and needs no exception any more ({case.reason})"
+        if outcome.kind == "not here":
+            case.result = "not for it"
         elif declared:
             case.result = "pass" if passed else "fail"
         elif passed:
@@ -240,9 +199,21 @@ class Conformance:
         else:
             case.result = "not declared" if outcome.clean else "fail"
 
+    def _except(self, case: Case) -> None:
+        """Let a case fail that may, and fail one that does not."""
+        reason = self._exceptions.get(case.name)
+        if reason and case.result == "fail":
+            case.result, case.reason = "excepted", reason
+        elif reason:
+            told = f"{case.result}: it needs no exception ({reason})"
+            case.result, case.reason = "fail", told
+
     def _tell_pytest(self, case: Case) -> None:
         if case.result == "fail":
-            pytest.fail(f"{case.says}\n{case.reason}", pytrace=False)
+            cause = case.reason.strip().rpartition("\n")[2]
+            first = self._told.setdefault(cause, case.name)
+            told = case.reason if first == case.name else f"as {first}: {cause}"
+            pytest.fail(f"{case.says}\n{told}", pytrace=False)
         if case.result == "excepted":
             pytest.xfail(case.reason)
         if case.result in ("not declared", "not for it"):
@@ -260,23 +231,27 @@ class Conformance:
         return Report(self._plugin, origin, self._params, torch.__version__, cases)
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """End the processes, write the report, and fail if a case was dropped."""
+        """End the processes, write the report, and fail if a case vanished."""
         for team in self._teams.values():
             team.close()
         self._teams.clear()
-        report = self.report()
+        if session.config.option.collectonly:
+            return
         if self._file:
-            self._file.write_text(json.dumps(report.as_dict(), indent=1), encoding="utf-8")
-        if session.exitstatus == pytest.ExitCode.OK and report.level < self._asked_level():
+            report = json.dumps(self.report().as_dict(), indent=1)
+            self._file.write_text(report, encoding="utf-8")
+        vanished = [
+            c for c in self._cases.values() if c.result == "not run" and c.reason != DESELECTED
+        ]
+        if session.exitstatus == pytest.ExitCode.OK and (vanished or not self._cases):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
-    def _asked_level(self) -> int:
-        """The highest level that the plugin could have reached in this run."""
-        return max((c.level for c in self._cases.values() if c.result != "not declared"), default=0)
-
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+    def pytest_terminal_summary(
+        self, terminalreporter: pytest.TerminalReporter, exitstatus: int
+    ) -> None:
         """Print the table."""
-        if not self._cases:
+        usage = exitstatus == pytest.ExitCode.USAGE_ERROR
+        if usage or not self._cases or terminalreporter.config.option.collectonly:
             return
         terminalreporter.write_sep("=", "conformance")
         terminal = terminalreporter.isatty

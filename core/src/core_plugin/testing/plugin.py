@@ -63,13 +63,19 @@ def pytest_configure(config: pytest.Config) -> None:
     asked = config.getoption("--core-plugin")
     if not asked:
         return
+    if getattr(config.option, "numprocesses", None) or hasattr(config, "workerinput"):
+        raise pytest.UsageError("--core-plugin: the suite has processes of its own; leave -n out")
     if len(asked) > 1:
         raise pytest.UsageError(f"--core-plugin: one plugin a run, not {', '.join(asked)}")
     try:
         conformance = _conformance(config, asked[0])
     except CorePluginError as error:
         raise pytest.UsageError(f"--core-plugin {asked[0]}: {error}") from error
-    config.pluginmanager.register(conformance, "core-plugin-conformance")
+    from core_plugin.testing import junit
+    from core_plugin.testing.conformance import NAME
+
+    config.pluginmanager.register(conformance, NAME)
+    config.pluginmanager.register(junit)
     name = asked[0].rpartition(":")[2]
     config.addinivalue_line("markers", f"{name}: a conformance case of {asked[0]}")
     own = config.args if config.args_source == pytest.Config.ArgsSource.ARGS else []

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import shutil
 import signal
 import tempfile
+import threading
 import time
 import traceback
 import warnings
@@ -18,8 +21,12 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+import pytest
+
 PRELOAD = ["pytest", "torch.distributed.fsdp", "core_plugin.state", "core_plugin.types"]
 """What takes long to import, and is imported once for all processes."""
+AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+"""The variable with which torch loads no devices by itself, if it is 0."""
 GRACE = 5.0
 """Seconds that the other ranks have once one of them has failed."""
 
@@ -38,13 +45,17 @@ class Call:
 class Outcome:
     """How a call ended on one rank, or on the first rank that failed."""
 
-    kind: Literal["passed", "wrong", "raised", "crashed", "timed out"]
+    kind: Literal["passed", "wrong", "raised", "not here", "crashed", "timed out"]
     message: str = ""
 
     @property
     def clean(self) -> bool:
         """Whether it ended as a refusal should: by an exception that is no failed assertion."""
         return self.kind == "raised"
+
+
+class NotHereError(Exception):
+    """The machine lacks what a case needs, such as a second device."""
 
 
 class Session(Protocol):
@@ -75,6 +86,7 @@ class Team:
         self._cases = 0
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
+        _start_server()
         store = self._directory / "store" if grouped else None
         self._connections: list[Connection] = []
         self._processes = []
@@ -137,17 +149,38 @@ class Team:
     def _said(self, rank: int) -> str:
         """The last lines that a rank printed in this case."""
         printed = self._log(rank).read_bytes()[self._printed[rank] :]
-        lines = printed.decode(errors="replace").splitlines()[-10:]
+        lines = printed.decode(errors="replace").splitlines()[-20:]
         return "\nit printed:\n" + "\n".join(lines) if lines else ""
 
     def close(self) -> None:
         """End the processes."""
         for process in self._processes:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid or 0, signal.SIGKILL)  # with all that its case started
             process.kill()
         for process, connection in zip(self._processes, self._connections, strict=True):
             process.join()
             connection.close()
         shutil.rmtree(self._directory, ignore_errors=True)
+
+
+_starting = threading.Lock()
+
+
+def _start_server() -> None:
+    """Start the process that the others are forked from, unless it runs.
+
+    Devices that torch would load by itself are left out: a case begins without them.
+    """
+    with _starting:
+        before = os.environ.get(AUTOLOAD)
+        os.environ[AUTOLOAD] = "0"
+        try:
+            multiprocessing.forkserver.ensure_running()
+        finally:
+            del os.environ[AUTOLOAD]
+            if before is not None:
+                os.environ[AUTOLOAD] = before
 
 
 def _exit_told(code: int | None) -> str:
@@ -159,10 +192,12 @@ def _exit_told(code: int | None) -> str:
 def _serve(
     subject: Subject, rank: int, size: int, store: Path | None, log: Path, connection: Connection
 ) -> None:
+    os.setsid()  # so that all it starts can be ended with it
     multiprocessing.current_process().daemon = False  # so that a case can start processes
     output = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
+    faulthandler.enable(output)
     warnings.simplefilter("ignore")
     with ExitStack() as stack:
         session: Session | None = None
@@ -189,4 +224,8 @@ def _run(session: Session, call: Call, directory: Path) -> Outcome:
 
 def _failure(error: BaseException) -> Outcome:
     text = "".join(traceback.format_exception(error))
-    return Outcome("wrong" if isinstance(error, AssertionError) else "raised", text)
+    if isinstance(error, NotHereError):
+        return Outcome("not here", str(error))
+    # pytest's failure is that of pytest.raises, if nothing was raised.
+    wrong = isinstance(error, AssertionError | pytest.fail.Exception)
+    return Outcome("wrong" if wrong else "raised", text)

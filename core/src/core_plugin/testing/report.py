@@ -110,7 +110,7 @@ class Report:
             f"works, though {capability} is not declared: {', '.join(cases)}"
             for capability, cases in self._working_undeclared().items()
         ]
-        exceptions = f", with {len(self.exceptions)} exceptions" if self.exceptions else ""
+        exceptions = ", with the exceptions above" if self.exceptions else ""
         return "\n".join([*lines, f"level reached: {self.level}{exceptions}"])
 
     def _working_undeclared(self) -> dict[str | None, list[str]]:

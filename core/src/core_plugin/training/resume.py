@@ -229,7 +229,7 @@ def _load_of_rank(training: Training, directory: Path, world_size: int) -> None:
     if world_size == training.world.size:
         own = torch.load(_rank_file(directory, rank), weights_only=True)
         training.unlogged_loss.copy_(own["unlogged_loss"])
-        if own["device"] == training.device.type:
+        if own.get("device", training.device.type) == training.device.type:
             set_rng_state(
                 own["generators"], lambda s: training.backend.set_rng_state(training.device, s)
             )

@@ -51,7 +51,7 @@ class BaseDevice(Implementation, abstract=True):
 
         The hardware is not touched.
         """
-        return cls.backend(params)
+        return privateuse1.backend_of(cls, params)
 
     @staticmethod
     def unsupported(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -119,15 +119,11 @@ class PrivateUse1Device(BaseDevice, abstract=True):
         """Put the device into torch's slot. All calls after the first give the same result.
 
         Raises:
-            PluginConflictError: This process has another device already.
+            PluginConflictError: This process has another device already, or this one with other
+                parameters.
             PluginContractError: The device lacks something that every device must have.
         """
-        return privateuse1.register(
-            cls,
-            cls.backend(params),
-            lambda: cls.load_runtime(params),
-            lambda: cls.load_collectives(params),
-        )
+        return privateuse1.register(cls, params)
 
     @classmethod
     def device(cls, params: Any, local_rank: int) -> torch.device:
@@ -167,7 +163,8 @@ def indexed_device(device_type: str, local_rank: int) -> torch.device:
             f"local rank {local_rank} needs {device_type}:{local_rank}, but there are {count} "
             "devices; ask for fewer processes under launcher"
         )
-    module.set_device(local_rank)
+    if count > 1:
+        module.set_device(local_rank)
     return torch.device(device_type, local_rank)
 
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from core_plugin.errors import PluginUnavailableError
 from core_plugin.plugin import BasePlugin
-from core_plugin.privateuse1 import DeviceBackend, DeviceCapabilities
+from core_plugin.privateuse1 import DeviceBackend, DeviceCapabilities, backend_of
+from core_plugin.testing.processes import NotHereError
 from core_plugin.types import BaseDevice, DevicePlugin, PrivateUse1Device
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ class Subject:
     @property
     def backend(self) -> DeviceBackend:
         """What the device says of itself."""
-        return self.implementation.backend(self.params)
+        return backend_of(self.implementation, self.params)
 
     @property
     def capabilities(self) -> DeviceCapabilities:
@@ -119,7 +120,7 @@ class DeviceSession:
 
         count = torch.get_device_module(self.device.type).device_count()
         if count < 2:
-            raise RuntimeError(f"there is no second {self.device.type} here")
+            raise NotHereError(f"there is no second {self.device.type} here")
         return torch.device(self.device.type, ((self.device.index or 0) + 1) % count)
 
 

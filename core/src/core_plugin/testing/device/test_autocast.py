@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -139,12 +139,26 @@ def test_autocast_nests_and_can_be_turned_off(device: torch.device) -> None:
 
 def test_autocast_is_of_the_thread_that_entered_it(device: torch.device) -> None:
     """Another thread computes in float32 while this one is inside autocast."""
-    found = []
     with autocast(device.type):
-        thread = threading.Thread(target=lambda: found.append(_product(device).dtype))
-        thread.start()
-        thread.join()
-    assert found == [torch.float32]
+        found = _in_a_new_thread(lambda: _product(device).dtype)
+    assert found == torch.float32, f"the other thread computes in {found}"
+
+
+def test_a_new_thread_has_the_declared_dtype(subject: Subject, device: torch.device) -> None:
+    """Autocast without a dtype is in the declared one in threads that set nothing up, too."""
+
+    def default() -> torch.dtype:
+        with autocast(device.type):
+            return _product(device).dtype
+
+    found = _in_a_new_thread(default)
+    declared = getattr(torch, subject.backend.default_autocast_dtype)
+    assert found == declared, f"a new thread computes in {found}, not in {declared}"
+
+
+def _in_a_new_thread(function: Callable[[], torch.dtype]) -> torch.dtype:
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(function).result()
 
 
 def test_gradients_of_float32_parameters_are_float32(device: torch.device) -> None:

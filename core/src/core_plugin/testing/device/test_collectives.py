@@ -1,6 +1,7 @@
 """Collectives on two ranks: every one gives the right values, on the right device."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -261,6 +262,28 @@ def test_a_transposed_tensor(device: torch.device, rank: int) -> None:
         return
     torch.testing.assert_close(given.cpu(), 2 * expected + 10)
     torch.testing.assert_close([p.cpu() for p in parts], [expected, expected + 10])
+
+
+IN_PLACE: dict[str, Callable[[Tensor], object]] = {
+    "all_reduce": dist.all_reduce,
+    "broadcast": partial(dist.broadcast, src=0),
+}
+
+
+@pytest.mark.only("accelerator")  # torch's gloo takes a column of the CPU for neighbours in memory
+@pytest.mark.parametrize("collective", IN_PLACE)
+def test_a_column_of_a_tensor(device: torch.device, rank: int, collective: str) -> None:
+    """A column is reduced and sent right, or refused; the other column stays as it is."""
+    wholes = torch.arange(12.0).view(RANKS, 3, 2)
+    results = {"all_reduce": wholes.sum(0), "broadcast": wholes[0]}
+    tensor, expected = wholes[rank].to(device), wholes[rank].clone()
+    try:
+        IN_PLACE[collective](tensor[:, :1])
+    except (NotImplementedError, RuntimeError, ValueError):
+        pass
+    else:
+        expected[:, 0] = results[collective][:, 0]
+    torch.testing.assert_close(tensor.cpu(), expected)
 
 
 # Without waiting

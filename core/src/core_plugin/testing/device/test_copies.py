@@ -1,10 +1,12 @@
 """Copies between the CPU and a device, between devices, and of single values."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import conv1d
 
 from core_plugin.testing.device.subject import Subject
 from core_plugin.testing.device.values import DTYPES, assert_equal, sample, synchronize
@@ -267,14 +269,23 @@ MIXED: dict[str, Callable[[Tensor, Tensor], object]] = {
     "cat": lambda there, here: torch.cat([there, here]),
     "where": lambda there, here: torch.where(there > 0, there, here),
     "out": lambda there, here: torch.add(there, there, out=here),
+    "convolution": lambda there, here: conv1d(there[None], here[None]),
+    "convolution, the other way": lambda there, here: conv1d(here[None], there[None]),
+    "convolution with a bias": lambda there, here: conv1d(there[None], there[None], here[0, :1]),
 }
 
 
+def _needing_capabilities(operator: str) -> Any:
+    needed = [pytest.mark.requires("convolution")] if operator.startswith("convolution") else []
+    return pytest.param(operator, marks=needed)
+
+
 @pytest.mark.only("accelerator")
-@pytest.mark.parametrize("operator", MIXED)
+@pytest.mark.parametrize("operator", [_needing_capabilities(name) for name in MIXED])
 def test_devices_do_not_mix(device: torch.device, operator: str) -> None:
-    """An operator on tensors of two devices raises, and changes neither."""
+    """An operator that works on one device raises for tensors of two, and changes neither."""
     there, here = torch.full((2, 2), 3.0, device=device), torch.full((2, 2), 5.0)
+    MIXED[operator](there.clone(), there.clone())
     with pytest.raises(RuntimeError):
         MIXED[operator](there, here)
     assert_equal(there, torch.full((2, 2), 3.0), on=device)

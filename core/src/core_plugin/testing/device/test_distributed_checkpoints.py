@@ -1,8 +1,5 @@
 """Checkpoints that all ranks write together, and that any other number of ranks reads."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, zeros
 
 from core_plugin import state
+from core_plugin.testing.device.children import run_python
+from core_plugin.testing.device.comparison import normal
 from core_plugin.testing.device.models import (
     RANKS,
     adamw,
@@ -105,11 +104,11 @@ def test_a_process_without_the_device_goes_on_and_comes_back(
 def _go_on_without_the_device(directory: Path) -> str | None:
     """Run a step in a process of its own, from a checkpoint to another; its error, if any."""
     program = f"from {__name__} import step_on_the_cpu as step; step({str(directory)!r})"
-    environment = os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    ended = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=80
-    )
-    return ended.stderr[-2000:] if ended.returncode else None
+    try:
+        run_python(program, seconds=50)  # the other rank waits for no more than 60 s
+    except AssertionError as error:
+        return str(error)
+    return None
 
 
 def step_on_the_cpu(directory: str) -> None:
@@ -127,7 +126,7 @@ def test_tensors_are_read_in_another_layout(
     device: torch.device, rank: int, directory: Path
 ) -> None:
     """Uneven rows of a dtype are read as columns, as a whole, and on the CPU, bit by bit."""
-    whole = torch.randn(5, 3, generator=torch.Generator().manual_seed(0)).bfloat16()
+    whole = normal(5, 3).bfloat16()
     mesh = init_device_mesh(device.type, (RANKS,))
     rows = distribute_tensor(whole.to(device), mesh, [Shard(0)])
     dcp.save({"tensor": rows}, checkpoint_id=directory / "saved")

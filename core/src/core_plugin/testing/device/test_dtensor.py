@@ -23,14 +23,11 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from core_plugin.testing.device.comparison import leaf, normal
 from core_plugin.testing.device.models import RANKS
 from core_plugin.testing.device.subject import Subject
 
 pytestmark = [pytest.mark.level(3), pytest.mark.ranks(RANKS)]
-
-
-def _normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def _mesh(device: torch.device) -> DeviceMesh:
@@ -61,7 +58,7 @@ def test_a_mesh_chooses_the_ranks_device(
     """A mesh in a process that used no device takes that of the local rank, if one is given."""
     name = subject.implementation.register(subject.params).name
     module = torch.get_device_module(name)
-    expected = rank % max(module.device_count(), 1)
+    expected = rank % module.device_count()
     os.environ.pop("LOCAL_RANK", None)
     if launched:
         os.environ["LOCAL_RANK"] = str(expected)
@@ -97,7 +94,7 @@ def test_a_mesh_of_two_dimensions(device: torch.device, rank: int) -> None:
 @pytest.mark.parametrize("length", [4, 5, 1], ids=["even", "uneven", "one_row"])
 def test_parts_make_the_whole(device: torch.device, rank: int, dimension: int, length: int) -> None:
     """Each rank has its part, which may be empty, and all parts together are the whole."""
-    whole = _normal(length, length)
+    whole = normal(length, length)
     tensor = _spread(whole, device, Shard(dimension))
     parts = [*whole.chunk(RANKS, dimension), whole.narrow(dimension, 0, 0)]
     torch.testing.assert_close(tensor.to_local().cpu(), parts[rank])
@@ -107,8 +104,8 @@ def test_parts_make_the_whole(device: torch.device, rank: int, dimension: int, l
 def test_distributing_sends_the_first_ranks_values(device: torch.device, rank: int) -> None:
     """What is distributed is what rank 0 has."""
     for placement in (Shard(0), Replicate()):
-        tensor = _spread(_normal(4, 2, seed=rank), device, placement)
-        torch.testing.assert_close(_whole(tensor, device), _normal(4, 2))
+        tensor = _spread(normal(4, 2, seed=rank), device, placement)
+        torch.testing.assert_close(_whole(tensor, device), normal(4, 2))
 
 
 @pytest.mark.parametrize(
@@ -120,7 +117,7 @@ def test_redistributing_keeps_the_whole(
     device: torch.device, rank: int, before: Placement, after: Placement
 ) -> None:
     """A tensor is the same whole however it is spread over the ranks."""
-    whole = _normal(5, 4)
+    whole = normal(5, 4)
     tensor = _spread(whole, device, before).redistribute(placements=[after])
     assert tensor.placements == (after,)
     torch.testing.assert_close(_whole(tensor, device), whole)
@@ -129,7 +126,7 @@ def test_redistributing_keeps_the_whole(
 @pytest.mark.parametrize("after", [Shard(0), Shard(1), Replicate()], ids=str)
 def test_partial_sums_are_summed(device: torch.device, rank: int, after: Placement) -> None:
     """Tensors of which each rank has a term become their sum."""
-    terms = [_normal(5, 4, seed=r) for r in range(RANKS)]
+    terms = [normal(5, 4, seed=r) for r in range(RANKS)]
     tensor = DTensor.from_local(terms[rank].to(device), _mesh(device), [Partial()])
     summed = tensor.redistribute(placements=[after])
     assert summed.placements == (after,)
@@ -138,7 +135,7 @@ def test_partial_sums_are_summed(device: torch.device, rank: int, after: Placeme
 
 def test_a_partial_maximum(device: torch.device, rank: int) -> None:
     """Tensors of which each rank has a candidate become the largest."""
-    candidates = [_normal(3, 4, seed=r) for r in range(RANKS)]
+    candidates = [normal(3, 4, seed=r) for r in range(RANKS)]
     tensor = DTensor.from_local(candidates[rank].to(device), _mesh(device), [Partial("max")])
     torch.testing.assert_close(_whole(tensor, device), torch.stack(candidates).amax(0))
 
@@ -158,12 +155,12 @@ def test_a_partial_maximum(device: torch.device, rank: int) -> None:
 )
 def test_matmul(device: torch.device, rank: int, left: Placement, right: Placement) -> None:
     """The product of spread matrices, and its gradients, are those of the whole ones."""
-    wholes = [_normal(4, 6).requires_grad_(), _normal(6, 5, seed=1).requires_grad_()]
+    wholes = [leaf(4, 6), leaf(6, 5, seed=1)]
     spread = [
         _spread(w.detach(), device, p).requires_grad_()
         for w, p in zip(wholes, (left, right), strict=True)
     ]
-    weights = _normal(4, 5, seed=2)
+    weights = normal(4, 5, seed=2)
     expected, actual = wholes[0] @ wholes[1], spread[0] @ spread[1]
     (expected * weights).sum().backward()
     (actual * _spread(weights, device, Replicate())).sum().backward()
@@ -174,7 +171,7 @@ def test_matmul(device: torch.device, rank: int, left: Placement, right: Placeme
 
 def test_reductions_over_all_ranks(device: torch.device, rank: int) -> None:
     """Sums, means, norms and softmax of a spread tensor are those of the whole."""
-    whole = _normal(5, 4)
+    whole = normal(5, 4)
     tensor = _spread(whole, device, Shard(0))
     for reduce in (torch.sum, torch.mean, torch.linalg.vector_norm, torch.amax):
         torch.testing.assert_close(_whole(reduce(tensor), device), reduce(whole))
@@ -187,12 +184,12 @@ def test_a_layer_split_over_ranks(device: torch.device, rank: int) -> None:
     expected = nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 3))
     with torch.no_grad():
         for seed, parameter in enumerate(expected.parameters()):
-            parameter.copy_(_normal(*parameter.shape, seed=seed))
+            parameter.copy_(normal(*parameter.shape, seed=seed))
     split = nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 3))
     split.load_state_dict(expected.state_dict())
     plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
     parallelize_module(split.to(device), _mesh(device), plan)
-    inputs = _normal(5, 4, seed=9)
+    inputs = normal(5, 4, seed=9)
     result = split(inputs.to(device))
     result.pow(2).sum().backward()
     expected(inputs).pow(2).sum().backward()

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from core_plugin import state
+from core_plugin.testing.device.memory import gives_back
 from core_plugin.testing.device.models import (
     MAX_NORM,
     RANKS,
@@ -143,25 +144,16 @@ def test_whole_parameters_are_freed(subject: Subject, device: torch.device, rank
     block = sharded(network(), subject, device).blocks[0]
     block.unshard()  # type: ignore[operator]
     storage = block.get_parameter("up.weight").untyped_storage()
-    size, allocated = storage.nbytes(), _allocated(subject, device)
-    block.reshard()  # type: ignore[operator]
-    if storage.nbytes():
-        raise RuntimeError(f"a whole parameter still has {storage.nbytes()} of {size} bytes")
-    if allocated is not None:
-        freed = allocated - (_allocated(subject, device) or 0)
-        assert freed >= size, f"{size} bytes were to be freed, but {freed} were"
+    size = storage.nbytes()
+    with gives_back(size, subject, device):
+        block.reshard()  # type: ignore[operator]
+        if storage.nbytes():
+            raise RuntimeError(f"a whole parameter still has {storage.nbytes()} of {size} bytes")
     block.unshard()  # type: ignore[operator]
     again = block.get_parameter("up.weight")
     assert again.untyped_storage().nbytes() == size
     expected = network().blocks[0].get_parameter("up.weight")
     torch.testing.assert_close(again.detach().cpu(), expected.detach())
-
-
-def _allocated(subject: Subject, device: torch.device) -> int | None:
-    """The bytes in use, if the device counts them."""
-    if not subject.capabilities.memory_statistics:
-        return None
-    return int(torch.get_device_module(device).memory_allocated(device))
 
 
 def test_frozen_parameters(subject: Subject, device: torch.device, rank: int) -> None:

@@ -1,23 +1,21 @@
 """When the hardware is initialised: not before it is used, and once in a process."""
 
-import os
-import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import cast
 
 import pytest
 import torch
 
 from core_plugin.devices import parse_device
+from core_plugin.testing.device.children import RAISED, RETURNED, exit_code_of_fork
 from core_plugin.testing.device.subject import Subject
 from core_plugin.testing.device.values import assert_equal, synchronize
 from core_plugin.types import PrivateUse1Device
 
 pytestmark = pytest.mark.level(1)
-
-RIGHT, WRONG, REFUSED = 0, 1, 2
 
 USES: dict[str, Callable[[torch.device], object]] = {
     "allocating": lambda device: torch.ones(2, device=device),
@@ -94,8 +92,8 @@ def test_threads_initialise_once(subject: Subject) -> None:
 def test_a_fork_works_or_is_refused(device: torch.device) -> None:
     """In a process forked after the first use, the device works or refuses; it never crashes."""
     before = torch.ones(2, device=device)
-    outcome = _in_a_fork(lambda: _adds_up(device))
-    assert outcome in (RIGHT, REFUSED), f"the forked process ended with {outcome}"
+    code = exit_code_of_fork(partial(_check_a_sum, device))
+    assert code in (RETURNED, RAISED), f"the forked process ended with {code}"
     assert_equal(before + 1, torch.full((2,), 2.0), on=device)
 
 
@@ -104,8 +102,13 @@ def test_a_fork_works_or_is_refused(device: torch.device) -> None:
 def test_a_fork_before_the_first_use_works(subject: Subject) -> None:
     """A device that is registered but was not used is there for forked processes."""
     device = torch.device(subject.implementation.register(subject.params).name, 0)
-    outcome = _in_a_fork(lambda: _adds_up(device) and _initializations(subject) == 1)
-    assert outcome == RIGHT, f"the forked process ended with {outcome}"
+
+    def use() -> None:
+        _check_a_sum(device)
+        assert _initializations(subject) == 1, f"initialised {_initializations(subject)} times"
+
+    code = exit_code_of_fork(use)
+    assert code == RETURNED, f"the forked process ended with {code}"
     assert _initializations(subject) == 0
 
 
@@ -113,19 +116,6 @@ def _initializations(subject: Subject) -> int:
     return cast(type[PrivateUse1Device], subject.implementation).initializations()
 
 
-def _adds_up(device: torch.device) -> bool:
-    return bool(torch.arange(4, device=device).sum().item() == 6)
-
-
-def _in_a_fork(is_right: Callable[[], bool]) -> int:
-    """How a forked process ended: right, wrong, refused, or by a signal (negative)."""
-    child = os.fork()
-    if child == 0:
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(15)
-        outcome = REFUSED
-        try:
-            outcome = RIGHT if is_right() else WRONG
-        finally:
-            os._exit(outcome)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+def _check_a_sum(device: torch.device) -> None:
+    found = torch.arange(4, device=device).sum().item()
+    assert found == 6, f"0 + 1 + 2 + 3 is {found}"

@@ -158,7 +158,11 @@ def test_batches_of_a_worker_process_move_to_the_device(device: torch.device) ->
     torch.ones(1, device=device)
     samples = normal(6, 2)
     loader = DataLoader(
-        TensorDataset(samples), batch_size=2, num_workers=1, multiprocessing_context="fork"
+        TensorDataset(samples),
+        batch_size=2,
+        num_workers=1,
+        multiprocessing_context="fork",
+        timeout=20,
     )
     batches = [batch.to(device) for (batch,) in loader]
     assert {batch.device for batch in batches} == {device}

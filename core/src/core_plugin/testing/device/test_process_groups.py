@@ -1,19 +1,15 @@
 """Groups of processes: how they are formed, smaller ones, and what is left if a rank fails."""
 
-import os
-import signal
 import time
-import traceback
-from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from core_plugin.testing.device.children import RETURNED, exit_code_of_fork
 from core_plugin.testing.device.models import RANKS
 from core_plugin.testing.device.subject import Subject
 
@@ -47,7 +43,7 @@ def test_a_group_is_formed(
     assert names == [0, 1], names
 
 
-def _join(name: str | None, rank: int, directory: Path, seconds: float = 30) -> None:
+def _join(name: str | None, rank: int, directory: Path, seconds: float = 20) -> None:
     store = dist.FileStore(str(directory / "store"), RANKS)
     timeout = timedelta(seconds=seconds)
     dist.init_process_group(name, store=store, rank=rank, world_size=RANKS, timeout=timeout)
@@ -59,50 +55,23 @@ def test_a_rank_that_raises_does_not_leave_the_others_waiting(
     subject: Subject, rank: int, directory: Path
 ) -> None:
     """If a rank ends with an error, the others do so within a time limit."""
-    code = _exit_code(partial(_raise_on_the_last, subject, rank, directory), seconds=20)
+    code = exit_code_of_fork(partial(_raise_on_the_last, subject, rank, directory))
     assert (directory / f"joined-{rank}").exists(), "the group did not work in the first place"
-    assert code is not None, "the rank still waits, 20 s after the other one failed"
-    assert code != 0, "the rank ended well, although the other one had failed"
+    assert code is not None, "the rank still waits, long after the other one failed"
+    assert code != RETURNED, "the rank ended well, although the other one had failed"
 
 
 def _raise_on_the_last(subject: Subject, rank: int, directory: Path) -> None:
-    subject.implementation.register(subject.params)
-    count = torch.get_device_module(subject.backend.name).device_count()
-    device = subject.implementation.device(subject.params, rank % max(count, 1))
-    _join(subject.backend.collective_backend, rank, directory, seconds=5)
-    tensor = torch.ones(2, device=device)
-    dist.all_reduce(tensor)
-    if tensor.tolist() == [RANKS] * 2:
-        (directory / f"joined-{rank}").touch()
-    if rank == RANKS - 1:
-        raise RuntimeError("meant to fail")
-    dist.all_reduce(tensor)
-    tensor.tolist()
-
-
-def _exit_code(function: Callable[[], None], seconds: float) -> int | None:
-    """How a process ends that runs a function, 1 if it raises; None if it has to be killed."""
-    process = os.fork()  # processes that run cases may have no children of multiprocessing
-    if not process:
-        _exit_after(function)
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        ended, status = os.waitpid(process, os.WNOHANG)
-        if ended:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.02)
-    os.kill(process, signal.SIGKILL)
-    os.waitpid(process, 0)
-    return None
-
-
-def _exit_after(function: Callable[[], None]) -> NoReturn:
-    try:
-        function()
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
-    os._exit(0)
+    with subject.session(rank, RANKS, store=None) as session:
+        tensor = torch.ones(2, device=session.device)
+        _join(subject.backend.collective_backend, rank, directory, seconds=5)
+        dist.all_reduce(tensor)
+        if tensor.tolist() == [RANKS] * 2:
+            (directory / f"joined-{rank}").touch()
+        if rank == RANKS - 1:
+            raise RuntimeError("meant to fail")
+        dist.all_reduce(tensor)
+        tensor.tolist()
 
 
 @pytest.mark.ranks(RANKS)

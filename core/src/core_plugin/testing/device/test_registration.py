@@ -1,8 +1,5 @@
 """How a device gets into a process: its package's import, torch's slot, and who else wants it."""
 
-import os
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
@@ -16,6 +13,7 @@ from core_plugin import discovery, privateuse1
 from core_plugin.errors import PluginConflictError, PluginContractError
 from core_plugin.privateuse1 import DeviceBackend, requirements
 from core_plugin.privateuse1.registration import FREE
+from core_plugin.testing.device.children import run_python
 from core_plugin.testing.device.subject import Subject
 from core_plugin.testing.device.values import assert_equal
 from core_plugin.types import DevicePlugin, PrivateUse1Device
@@ -49,7 +47,7 @@ ORDERS = {
 def test_importing_the_package_does_nothing(subject: Subject) -> None:
     """Importing the entry point's module neither imports torch nor fills torch's slot."""
     module = subject.implementation.__module__
-    _python(IMPORTED.format(module=module), autoload=False)
+    run_python(IMPORTED.format(module=module))
 
 
 @pytest.mark.only("privateuse1")
@@ -59,7 +57,7 @@ def test_imports_in_any_order(subject: Subject, order: str) -> None:
     """Torch and the package can be imported in any order, with and without torch's autoload."""
     imports, autoload = ORDERS[order]
     code = imports.format(module=subject.implementation.__module__) + PARSED
-    printed = _python(code.format(name=subject.name), autoload)
+    printed = run_python(code.format(name=subject.name), autoload=autoload, seconds=80)
     assert printed.split() == [subject.backend.name, "0"], printed
 
 
@@ -137,7 +135,9 @@ def test_a_second_device_is_refused(device: torch.device, subject: Subject) -> N
     for part in (device.type, _OTHER.name, provider, Second.__qualname__):
         assert part in str(raised.value), f"the message lacks {part}: {raised.value}"
     assert not called, "the second device's runtime was loaded"
-    assert privateuse1.registered() == subject.backend
+    registered = privateuse1.registered()
+    assert registered is not None
+    assert registered.backend == subject.backend
     assert_equal(kept + 1, torch.tensor([1, 2, 3]), on=device)
 
 
@@ -208,16 +208,3 @@ def _noting(called: list[object]) -> Any:
         return ModuleType("nothing")
 
     return staticmethod(load_runtime)
-
-
-def _python(code: str, autoload: bool) -> str:
-    """What a new process prints that runs the code, with the same modules to import."""
-    settings = {
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        "TORCH_DEVICE_BACKEND_AUTOLOAD": "1" if autoload else "0",
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | settings, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from core_plugin.testing.device.children import run_python
 from core_plugin.testing.device.comparison import normal
 
 pytestmark = pytest.mark.level(1)
@@ -82,17 +80,10 @@ def test_a_process_without_the_device_loads_on_the_cpu(
     device: torch.device, directory: Path
 ) -> None:
     """What the device saved can be read where nobody has heard of the device."""
-    torch.save(_state(device), directory / "device.pt")
-    ended = subprocess.run(
-        [sys.executable, "-c", LOAD_ON_CPU, "device.pt", "cpu.pt"],
-        cwd=directory,
-        env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
-    _assert_equal(torch.load(directory / "cpu.pt"), _state("cpu"), "cpu")
+    from_device, from_cpu = directory / "device.pt", directory / "cpu.pt"
+    torch.save(_state(device), from_device)
+    run_python(LOAD_ON_CPU, str(from_device), str(from_cpu))
+    _assert_equal(torch.load(from_cpu), _state("cpu"), "cpu")
 
 
 def test_what_the_cpu_saved_is_loaded_on_the_device(device: torch.device, directory: Path) -> None:

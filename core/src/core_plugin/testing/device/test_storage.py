@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from core_plugin.testing.device.memory import gives_back
 from core_plugin.testing.device.subject import Subject
 from core_plugin.testing.device.values import DTYPES, assert_equal, sample
 
@@ -88,26 +89,17 @@ def test_a_storages_memory_is_given_back(device: torch.device, subject: Subject)
     """A storage of size 0 has no memory, and gets some when it is resized again."""
     there = torch.ones(1 << 16, device=device)
     storage = there.untyped_storage()
-    allocated = _allocated(device, subject)
-    storage.resize_(0)
-    if storage.nbytes() != 0:
-        raise NotImplementedError("a storage cannot be resized")
+    with gives_back(1 << 18, subject, device):
+        storage.resize_(0)
+        if storage.nbytes() != 0:
+            raise NotImplementedError("a storage cannot be resized")
     assert (there.shape, there.device) == ((1 << 16,), device)
-    if subject.declares("memory_statistics"):
-        freed = allocated - _allocated(device, subject)
-        assert freed >= 1 << 18, f"{freed} bytes were given back"
     storage.resize_(4 << 16)
     assert storage.nbytes() == 4 << 16
     there.fill_(2)
     assert_equal(there, torch.full((1 << 16,), 2.0), on=device)
     storage.resize_(8 << 16)
     assert_equal(there, torch.full((1 << 16,), 2.0), on=device)
-
-
-def _allocated(device: torch.device, subject: Subject) -> int:
-    if not subject.declares("memory_statistics"):
-        return 0
-    return int(torch.get_device_module(device).memory_allocated(device))
 
 
 def test_a_storage_is_made_or_refused(device: torch.device) -> None:
