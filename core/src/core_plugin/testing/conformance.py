@@ -191,7 +191,7 @@ class Conformance:
         case.reason = outcome.message
         passed = outcome.kind == "passed"
         if outcome.kind == "not here":
-            case.result = "not for it"
+            case.result = "not for it" if declared else "not declared"
         elif declared:
             case.result = "pass" if passed else "fail"
         elif passed:
