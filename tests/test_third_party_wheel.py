@@ -146,7 +146,7 @@ def test_every_part_was_called_on_every_rank(installed: Installed, whole: str) -
         layers = 2 * 7 + 1  # of each block, four projections of attention and three more; the head
         assert calls == {
             "shard_model": 1,
-            "layer": layers,
+            "add_adapter": layers,
             "gradient_sync False": 6,
             "gradient_sync True": 6,
             "all_reduce": 6 * layers,

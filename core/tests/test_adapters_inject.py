@@ -10,10 +10,18 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
-from core_plugin.adapters import base_name, inject
+from core_plugin.adapters import (
+    adapters,
+    add_adapter,
+    base_name,
+    initialize,
+    inject,
+    parts,
+    set_adapter,
+)
 from core_plugin.adapters.layer import AdapterLayer, AdapterParameters
 from core_plugin.errors import ConfigError, PluginContractError
-from core_plugin.types.peft import BasePeft, PeftParams, PeftPlugin
+from core_plugin.types.peft import AdapterLayerPlugin, BasePeft, PeftParams, PeftPlugin
 
 
 class ScaleLayer(AdapterLayer):
@@ -26,23 +34,26 @@ class ScaleLayer(AdapterLayer):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         result = self.base_layer(x)
-        return result if self.active is None else result * self.scale_vector[self.active]
+        for name in self.used:
+            result = result * self.scale_vector[name]
+        return result
+
+
+class NoBilinear(ScaleLayer):
+    @classmethod
+    def fault(cls, base: nn.Module, params: PeftParams) -> str:
+        return "has two inputs"
 
 
 class Scale(BasePeft):
     """A vector that multiplies a linear layer's outputs."""
 
+    peft_type = "SCALE"
     prefix = "scale_"
 
     @staticmethod
-    def layer(base: nn.Module, params: PeftParams) -> type[AdapterLayer] | None:
-        if isinstance(base, nn.Bilinear):
-            raise ConfigError("has two inputs")
-        return ScaleLayer if isinstance(base, nn.Linear) else None
-
-    @staticmethod
-    def config(params: PeftParams) -> dict[str, object]:
-        return {"peft_type": "SCALE"}
+    def layers() -> dict[type[nn.Module], type[AdapterLayer]]:
+        return {nn.Linear: ScaleLayer, nn.Bilinear: NoBilinear}
 
 
 class Block(nn.Module):
@@ -94,8 +105,8 @@ def trained(m: nn.Module) -> set[str]:
 
 def test_a_third_party_method_trains_through_the_engine() -> None:
     m, untouched = model(), model()
-    PeftPlugin("scale-in-test").register()(Scale)
-    PeftPlugin("scale-in-test").resolve().adapt(m, PeftParams(target_modules=["q_proj"]))
+    PeftPlugin("scale").register()(Scale)
+    PeftPlugin("scale").resolve().adapt(m, PeftParams(target_modules=["q_proj"]), {})
     assert trained(m) == {f"layers.{i}.q_proj.scale_vector.default" for i in range(2)}
     assert torch.equal(m(TOKENS), untouched(TOKENS))
     frozen = {n: p.clone() for n, p in m.named_parameters() if not p.requires_grad}
@@ -153,13 +164,14 @@ def test_a_failure_reports_all_and_changes_nothing(
 def test_a_layer_that_cannot_be_made_changes_nothing() -> None:
     class Failing(ScaleLayer):
         def add_adapter(self, name: str, params: PeftParams) -> None:
-            if not self.base_layer.bias:
+            super().add_adapter(name, params)
+            if self.base_layer.bias is None:
                 raise RuntimeError("no bias here")
 
     class FailsLate(Scale):
         @staticmethod
-        def layer(base: nn.Module, params: PeftParams) -> type[AdapterLayer] | None:
-            return ScaleLayer if base.bias is not None else Failing
+        def layers() -> dict[type[nn.Module], type[AdapterLayer]]:
+            return {nn.Linear: Failing}
 
     m = model()
     before = snapshot(m)
@@ -186,24 +198,42 @@ def test_freezing_is_by_structure_and_not_by_name() -> None:
     m = model()
     m.scale_bias = nn.Linear(4, 4)
     m.default = nn.Linear(4, 4)
-    inject(m, Scale, PeftParams(target_modules=["q_proj"]), "default")
+    with pytest.warns(UserWarning, match="has the name of a module"):
+        inject(m, Scale, PeftParams(target_modules=["q_proj"]), "default")
     assert trained(m) == {f"layers.{i}.q_proj.scale_vector.default" for i in range(2)}
 
 
-def test_a_second_adapter_is_the_active_one_and_the_first_is_frozen() -> None:
+def test_a_second_injection_warns_and_is_the_active_one() -> None:
     m = model()
     inject(m, Scale, PeftParams(target_modules=["q_proj"]), "first")
     with torch.no_grad():
         m.layers[0].q_proj.scale_vector["first"].fill_(3.0)
-    inject(m, Scale, PeftParams(target_modules=["q_proj", "v_proj"]), "layers")
+    with pytest.warns(UserWarning, match=r"adapters already \(first\); 'second' becomes"):
+        inject(m, Scale, PeftParams(target_modules=["q_proj", "v_proj"]), "second")
     assert len(trained(m)) == 4
-    assert all(name.endswith(".layers") for name in trained(m))
+    assert all(name.endswith(".second") for name in trained(m))
     assert torch.equal(m(TOKENS), model()(TOKENS))
-    assert m.layers[0].q_proj.scale_vector["first"].eq(3).all()
-    m.layers[0].q_proj.activate("first")
+    set_adapter(m, "first")
     assert not torch.equal(m(TOKENS), model()(TOKENS))
-    m.layers[0].q_proj.activate(None)
-    assert torch.equal(m(TOKENS), model()(TOKENS))
+    assert {n.rpartition(".")[2] for n in trained(m)} == {"first"}
+
+
+def test_an_added_adapter_changes_nothing_until_it_is_chosen() -> None:
+    m = model()
+    inject(m, Scale, PeftParams(target_modules=["q_proj"]), "first")
+    m.tokens.weight.requires_grad_(True)
+    before = trained(m)
+    add_adapter(m, Scale, PeftParams(target_modules=["v_proj"]), "second")
+    assert trained(m) == before
+    assert list(adapters(m)) == ["first", "second"]
+    assert [p.adapter for p in parts(m) if p.active] == ["first", "first"]
+
+
+def test_a_name_that_is_a_modules_warns_and_works() -> None:
+    m = model()
+    with pytest.warns(UserWarning, match=r"'layers' has the name of a module \(layers\)"):
+        inject(m, Scale, PeftParams(target_modules=["q_proj"]), "layers")
+    assert trained(m) == {f"layers.{i}.q_proj.scale_vector.layers" for i in range(2)}
 
 
 def test_the_same_name_twice_is_refused() -> None:
@@ -252,11 +282,12 @@ class WiderLayer(ScaleLayer):
 
 
 class Wider(Scale):
+    peft_type = "WIDER"
     prefix = "wider_"
 
     @staticmethod
-    def layer(base: nn.Module, params: PeftParams) -> type[AdapterLayer] | None:
-        return WiderLayer if isinstance(base, nn.Linear) else None
+    def layers() -> dict[type[nn.Module], type[AdapterLayer]]:
+        return {nn.Linear: WiderLayer}
 
 
 class MixingScale(Scale):
@@ -272,11 +303,15 @@ def test_methods_share_a_model_only_if_both_mix_and_never_a_layer() -> None:
     inject(m, MixingScale, PeftParams(target_modules=["q_proj"]), "x")
     with pytest.raises(ConfigError, match="not both say that they mix"):
         inject(m, Wider, PeftParams(target_modules=["v_proj"]), "y")
-    with pytest.raises(ConfigError, match=r"layers.0.q_proj has an adapter of .*MixingScale"):
-        inject(m, MixingWider, PeftParams(), "y")
-    inject(m, MixingWider, PeftParams(target_modules=["v_proj"]), "y")
-    assert m.layers[0].q_proj.active == "x"
-    assert trained(m) == {f"layers.{i}.v_proj.wider_vector.y" for i in range(2)}
+    with pytest.raises(ConfigError, match=r"layers.0.q_proj has a ScaleLayer of another adapter"):
+        add_adapter(m, MixingWider, PeftParams(), "y")
+    add_adapter(m, MixingWider, PeftParams(target_modules=["v_proj"]), "y")
+    set_adapter(m, ["x", "y"])
+    assert trained(m) == {
+        f"layers.{i}.{name}"
+        for i in range(2)
+        for name in ("q_proj.scale_vector.x", "v_proj.wider_vector.y")
+    }
 
 
 @pytest.mark.parametrize("wrong", ["scale", "Scale_", "", "_", "sc.ale_"])
@@ -285,9 +320,34 @@ def test_a_prefix_that_is_none_fails_when_the_method_is_defined(wrong: str) -> N
         type("Wrong", (Scale,), {"prefix": wrong})
 
 
-def test_a_method_without_a_prefix_fails_when_it_is_defined() -> None:
-    with pytest.raises(PluginContractError, match="got None"):
-        type("Bare", (BasePeft,), {"layer": Scale.layer, "config": Scale.config})
+@pytest.mark.parametrize("lacks", ["prefix", "peft_type"])
+def test_a_method_that_lacks_one_fails_when_it_is_defined(lacks: str) -> None:
+    names = {"prefix": "bare_", "peft_type": "BARE"}
+    del names[lacks]
+    with pytest.raises(PluginContractError, match=f"{lacks} is .*got None"):
+        type("Bare", (BasePeft,), names)
+
+
+def test_a_type_for_a_file_is_in_upper_case() -> None:
+    with pytest.raises(PluginContractError, match="in upper case, such as 'LORA'; got 'scale'"):
+        type("Lower", (Scale,), {"peft_type": "scale"})
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (nn.Linear, "lacks: derives from AdapterLayer"),
+        (type("NoForward", (AdapterLayer,), {"add_adapter": lambda *_: None}), "lacks: forward"),
+    ],
+)
+def test_a_layer_class_that_is_none_is_refused(layer: type, message: str) -> None:
+    class Method(Scale):
+        @staticmethod
+        def layers() -> dict[type[nn.Module], type]:
+            return {nn.Linear: layer}
+
+    with pytest.raises(PluginContractError, match=message):
+        inject(model(), Method, PeftParams(), "x")
 
 
 def strays(fill: object) -> type[Scale]:
@@ -298,8 +358,8 @@ def strays(fill: object) -> type[Scale]:
 
     class Method(Scale):
         @staticmethod
-        def layer(base: nn.Module, params: PeftParams) -> type[AdapterLayer] | None:
-            return Layer
+        def layers() -> dict[type[nn.Module], type[AdapterLayer]]:
+            return {nn.Linear: Layer}
 
     return Method
 
@@ -366,14 +426,82 @@ def test_from_meta_every_part_can_be_filled() -> None:
     inject(m, Scale, PeftParams(), "x")
     assert all(p.is_meta for p in m.parameters())
     m.to_empty(device="cpu")
-    owners = [s for s in m.modules() if list(s.parameters(recurse=False))]
-    for module in owners:
-        if getattr(module, "is_adapter", False):
-            with torch.no_grad():
-                next(module.parameters()).fill_(float("nan"))
-            module.reset_parameters()
+    with torch.no_grad():
+        for p in m.parameters():
+            p.fill_(float("nan"))
+    initialize(m)
     assert all(m.get_parameter(name).eq(1).all() for name in trained(m))
     assert len(trained(m)) == 4
+
+
+def test_a_model_on_several_devices_gets_each_adapter_where_its_layer_is() -> None:
+    m = model()
+    m.layers[1].to("meta")
+    inject(m, Scale, PeftParams(target_modules=["q_proj"]), "x")
+    devices = [layer.q_proj.scale_vector["x"].device.type for layer in m.layers]
+    assert devices == ["cpu", "meta"]
+
+
+def test_a_bare_module_is_returned_itself() -> None:
+    m = nn.Sequential(nn.Linear(2, 2))
+    assert inject(m, Scale, PeftParams(target_modules=["0"])) is m
+
+
+def test_modules_of_a_state_dict_are_followed_and_differences_told() -> None:
+    m = model()
+    inject(m, Scale, PeftParams(target_modules=["q_proj"]), "x")
+    m.layers[0].q_proj.scale_vector["x"].data.fill_(2.0)
+    tensors = {
+        "base_model.model.layers.0.q_proj.scale_vector": torch.ones(4),
+        "base_model.model.layers.1.v_proj.scale_vector": torch.ones(4),
+    }
+    other = model()
+    with pytest.warns(UserWarning, match="the state dict and target_modules differ") as told:
+        inject(other, Scale, PeftParams(target_modules=["q_proj"]), "x", state_dict=tensors)
+    message = str(told[0].message)
+    assert "layers.1.v_proj: only in the state dict" in message
+    assert "layers.1.q_proj: only in the parameters" in message
+    assert [part.module for part in parts(other)] == ["layers.0.q_proj", "layers.1.v_proj"]
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["layers.0.q_prj.scale_vector"], "layers.0.q_prj, .* did you mean layers.0.q_proj"),
+        (["layers.0.q_proj.weight"], "no tensor whose name has the prefix 'scale_'"),
+    ],
+)
+def test_a_state_dict_of_another_model_is_refused(names: list[str], message: str) -> None:
+    tensors = dict.fromkeys(names, torch.ones(4))
+    with pytest.raises(ConfigError, match=message):
+        inject(model(), Scale, PeftParams(target_modules=["q_proj"]), state_dict=tensors)
+
+
+def test_what_is_unset_is_what_the_architecture_says() -> None:
+    m = model()
+    inject(m, Scale, PeftParams(), "x", defaults={"target_modules": ["v_proj"]})
+    assert {part.module for part in parts(m)} == {"layers.0.v_proj", "layers.1.v_proj"}
+    m = model()
+    params = PeftParams(target_modules=["q_proj"])
+    inject(m, Scale, params, "x", defaults={"target_modules": ["v_proj"]})
+    assert {part.module for part in parts(m)} == {"layers.0.q_proj", "layers.1.q_proj"}
+
+
+def test_a_layer_from_another_package_is_for_its_type_and_subclasses() -> None:
+    class Quantized(nn.Linear): ...
+
+    class Smaller(Quantized): ...
+
+    class QuantizedScale(ScaleLayer): ...
+
+    def brought() -> type[AdapterLayer]:
+        return QuantizedScale
+
+    name = f"scale.{Quantized.__module__}.{Quantized.__qualname__}"
+    AdapterLayerPlugin(name).register()(brought)
+    m = nn.ModuleDict({"a": Quantized(2, 2), "b": Smaller(2, 2), "c": nn.Linear(2, 2)})
+    inject(m, Scale, PeftParams(target_modules=["a", "b", "c"]), "x")
+    assert [type(layer) for layer in m.children()] == [QuantizedScale, QuantizedScale, ScaleLayer]
 
 
 def test_adapters_are_float32_unless_the_base_is_float64() -> None:
@@ -407,9 +535,19 @@ def test_torchs_fused_encoder_does_not_pass_an_adapter_by() -> None:
         torch.testing.assert_close(m.eval()(x), expected)
 
 
+def test_an_encoder_in_evaluation_takes_padding_with_gradients_on() -> None:
+    torch.manual_seed(0)
+    block = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+    m = nn.ModuleDict({"encoder": nn.TransformerEncoder(block, 2)})
+    x, padding = torch.randn(2, 3, 4), torch.tensor([[False, False, True], [False] * 3])
+    inject(m, Scale, PeftParams(target_modules=["linear1"]), "x")
+    trained_mode = m.train().encoder(x, src_key_padding_mask=padding)
+    torch.testing.assert_close(m.eval().encoder(x, src_key_padding_mask=padding), trained_mode)
+
+
 def test_a_layer_of_the_models_own_that_is_called_base_layer_is_refused() -> None:
     m = nn.ModuleDict({"base_layer": nn.Linear(2, 2), "q": nn.Linear(2, 2)})
-    with pytest.raises(ConfigError, match="'base_layer' is what adapter layers call"):
+    with pytest.raises(ConfigError, match="base_layer: 'base_layer' is a name that"):
         inject(m, Scale, PeftParams(target_modules=["q"]), "x")
 
 
@@ -419,6 +557,4 @@ def test_params_of_a_method_derive_from_the_common_ones() -> None:
         strength: float = 1.0
 
     parsed = PeftPlugin.parse_params({"target_modules": ["q"], "strength": 2.0}, Own)
-    assert parsed == Own(["q"], None, 2.0)
-    with pytest.raises(ConfigError, match="peft: target_modules is empty"):
-        PeftPlugin.parse_params({"target_modules": []}, Own)
+    assert parsed == Own(["q"], strength=2.0)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 
-from core_plugin import state
+from core_plugin import state, tensors
 from core_plugin.errors import CheckpointError
 
 # torch's distributed checkpoint warns that one process saves alone, which is what is meant here.
@@ -198,5 +198,5 @@ def test_clipping_is_torchs(max_norm):
 
 
 def test_names_do_not_show_wrappers():
-    assert state.canonical_name("layers.0._orig_mod.weight") == "layers.0.weight"
-    assert state.canonical_name("_checkpoint_wrapped_module.a.weight") == "a.weight"
+    assert tensors.canonical_name("layers.0._orig_mod.weight") == "layers.0.weight"
+    assert tensors.canonical_name("_checkpoint_wrapped_module.a.weight") == "a.weight"

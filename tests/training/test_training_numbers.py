@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from core_plugin import state
+from core_plugin import tensors
 from core_plugin.training.assembly import build_model
 from core_plugin.training.materialize import Materializer
 
@@ -147,7 +147,7 @@ def test_the_initial_values_do_not_depend_on_the_division(workspace):
         make = Materializer(built, torch.device("cpu"), 0, model.implementation.initialize, str)
         for part in order(built):
             make(part)
-        return state.model_tensors(built)
+        return tensors.model_tensors(built)
 
     whole = values(lambda m: [m])
     by_parts = values(lambda m: [*reversed(model.implementation.blocks(m)), m])

@@ -19,6 +19,7 @@ from core_plugin.errors import ConfigError, CorePluginError
 from core_plugin.params import Origin, near, parse_params, require
 from core_plugin.plugin import BasePlugin
 from core_plugin.types import (
+    AdapterLayerPlugin,
     DataPlugin,
     DevicePlugin,
     DistributedPlugin,
@@ -141,6 +142,9 @@ SLOTS: Mapping[str, Slot] = {
     "hooks": Slot(HookPlugin, ["progress", "jsonl"], many=True),
     "launcher": Slot(LauncherPlugin, "local"),
 }
+_TYPES: list[type[BasePlugin]] = [*(s.plugin_type for s in SLOTS.values()), AdapterLayerPlugin]
+PLUGIN_TYPES: Mapping[str, type[BasePlugin]] = {t.type_name: t for t in _TYPES}
+"""The plugin types by name: those that the YAML chooses from, and what plugins find themselves."""
 SECTIONS: Mapping[str, type] = {
     "train": TrainParams,
     "checkpoint": CheckpointParams,

@@ -172,7 +172,7 @@ class BasePlugin:
                     f"{self!r}: cannot register {implementation!r}, which is neither a class "
                     "nor a callable"
                 )
-            target, origin = _target(implementation), _origin(implementation)
+            target, origin = _target(implementation), origin_of(implementation)
             self._enter(Registration(lambda: implementation, target, origin, override))
             return implementation
 
@@ -366,7 +366,9 @@ _KNOWN_PACKAGES: Mapping[tuple[str, str], str] = {
     ("device", "fake"): "core-plugin-fake-device",
     ("distributed", "ddp"): "core-plugin-ddp",
     ("distributed", "fsdp2"): "core-plugin-fsdp2",
+    ("peft", "ia3"): "core-plugin-ia3",
     ("peft", "lora"): "core-plugin-lora",
+    ("peft", "prompt_tuning"): "core-plugin-prompt-tuning",
     ("optimizer", "muon"): "core-plugin-muon",
 }
 """What is published elsewhere, for the message that says what to install."""
@@ -395,7 +397,8 @@ def _target(implementation: Any) -> str:
     return f"{implementation.__module__}:{name}"
 
 
-def _origin(implementation: Any) -> str:
+def origin_of(implementation: Any) -> str:
+    """Where an object is defined, for messages."""
     try:
         file = inspect.getsourcefile(implementation)
         line = inspect.getsourcelines(implementation)[1]

@@ -12,6 +12,7 @@ This module imports torch, so the light ones import it where they use it.
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,58 +24,19 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from core_plugin.errors import CheckpointError
 from core_plugin.params import near
+from core_plugin.tensors import gather, is_sharded, local, model_tensors, trained_parameters
 
 OPTIMIZER_FILE = "optimizer.json"
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
-
-
-def canonical_name(name: str) -> str:
-    """A parameter's name without what compilation and recomputation wrap around modules."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
 
 
 def other_state(model: nn.Module) -> str | None:
     """The name of something in the model's state dict that is no tensor, if there is any."""
     entries = model.state_dict(keep_vars=True).items()
     return next((name for name, value in entries if not isinstance(value, Tensor)), None)
-
-
-def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters and persistent buffers by name; of tied ones, the first name only."""
-    tensors: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            tensors[canonical_name(name)] = tensor
-    return tensors
-
-
-def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that get gradients, by name."""
-    return {canonical_name(n): p for n, p in model.named_parameters() if p.requires_grad}
-
-
-def copy_full(target: Tensor, full: Tensor) -> None:
-    """Copy a whole tensor into one that may be sharded; every rank has the whole one."""
-    with torch.no_grad():
-        if isinstance(target, DTensor):
-            full = torch.distributed.tensor.distribute_tensor(
-                full.to(target.device), target.device_mesh, target.placements, src_data_rank=None
-            )
-        target.copy_(full)
-
-
-def gather(tensor: Tensor) -> Tensor:
-    """The whole of a tensor that may be sharded; collective if it is."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
@@ -85,7 +47,7 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float | None) -
     """
     groups: dict[Any, list[Tensor]] = {}
     for grad in (p.grad for p in parameters if p.grad is not None):
-        groups.setdefault(grad.device_mesh if isinstance(grad, DTensor) else None, []).append(grad)
+        groups.setdefault(grad.device_mesh if is_sharded(grad) else None, []).append(grad)
     if not groups:
         return torch.zeros(())
     norms = [gather(nn.utils.get_total_norm(grads)) for grads in groups.values()]
@@ -95,11 +57,6 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float | None) -
         for grads in groups.values():
             torch._foreach_mul_([local(g) for g in grads], scale)
     return total
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor that may be sharded."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 # Optimizer
@@ -120,7 +77,7 @@ def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tenso
         for key, value in optimizer.state.get(parameter, {}).items():
             if not isinstance(value, Tensor):
                 continue
-            if isinstance(parameter, DTensor) and not isinstance(value, DTensor) and value.ndim:
+            if is_sharded(parameter) and not is_sharded(value) and value.ndim:
                 raise CheckpointError(
                     f"{type(optimizer).__name__} keeps {key} of {name} as a plain tensor of shape "
                     f"{tuple(value.shape)} although the parameter is sharded; it has to be a "
@@ -273,6 +230,24 @@ def load(model: nn.Module, optimizer: Optimizer, directory: Path, *, include_fro
         for key, value in saved["options"].items():
             if key not in KERNEL_OPTIONS:
                 _restore_option(group, key, value)
+
+
+def load_model(model: nn.Module, directory: Path, *, include_frozen: bool) -> None:
+    """Read the model's tensors of a checkpoint, and nothing of the optimizer, in one process.
+
+    The arguments are those of :func:`load`.
+
+    Raises:
+        CheckpointError: A tensor is missing, extra, or of another shape; nothing was changed.
+    """
+    metadata = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
+    saved = {name: m for name, m in metadata.items() if name.startswith("model.")}
+    tensors = _checkpoint_tensors(model, include_frozen)
+    if faults := _differences(tensors, saved):
+        raise CheckpointError(f"{directory} does not fit the run:\n  " + "\n  ".join(faults))
+    with _torch_errors(f"{directory} cannot be read"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        dcp.load(_detached(tensors), checkpoint_id=directory, no_dist=True)
 
 
 def _restore_option(group: dict[str, Any], key: str, value: Any) -> None:

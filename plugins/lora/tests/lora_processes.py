@@ -117,15 +117,15 @@ def files(directory: Path) -> None:
     model, reference = sharded(), injected()
     state = {name: whole(tensor) for name, tensor in model.state_dict().items()}
     if dist.get_rank() == 0:
-        save_adapter(directory / "sharded", LoRA, PARAMS, state, "default", None)
-        save_adapter(directory / "whole", LoRA, PARAMS, reference.state_dict(), "default", None)
+        save_adapter(directory / "sharded", model, tensors=state)
+        save_adapter(directory / "whole", reference)
     dist.barrier()
     for file in ("adapter_model.safetensors", "adapter_config.json"):
         one, other = (directory / folder / file for folder in ("sharded", "whole"))
         assert one.read_bytes() == other.read_bytes()
     assert len(load_file(directory / "whole" / "adapter_model.safetensors")) == 10
     other_model = sharded(seed=1)
-    load_adapter(other_model, directory / "whole", LoRA, PARAMS, "default")
+    load_adapter(other_model, directory / "whole")
     for name, parameter in other_model.named_parameters():
         if parameter.requires_grad:
             assert isinstance(parameter, DTensor)

@@ -1,4 +1,7 @@
-"""LoRA's layers against explicit mathematics in float64."""
+"""LoRA's layers for matrices against explicit mathematics in float64."""
+
+import math
+from typing import Any
 
 import pytest
 import torch
@@ -6,10 +9,38 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from core_plugin.adapters import base_name, inject
+from core_plugin.adapters import add_adapter, base_name, inject, merge, set_adapter
 from core_plugin.errors import ConfigError
-from core_plugin_lora.layers import LoRAEmbedding, LoRALinear
+from core_plugin_lora.embedding import LoRAEmbedding
+from core_plugin_lora.linear import LoRAConv1D, LoRALinear
 from core_plugin_lora.plugin import LoRA, LoRAParams
+
+
+class Conv1D(nn.Module):
+    """GPT-2's linear layer."""
+
+    def __init__(self, outputs: int, inputs: int) -> None:
+        super().__init__()
+        self.nf, self.nx = outputs, inputs
+        self.weight = nn.Parameter(torch.randn(inputs, outputs))
+        self.bias = nn.Parameter(torch.randn(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight + self.bias
+
+
+Conv1D.__module__ = "transformers.pytorch_utils"
+
+
+class ScaledEmbedding(nn.Embedding):
+    """An embedding as of Gemma and Bart, which multiplies what it gives."""
+
+    def __init__(self, *sizes: int, embed_scale: float | Tensor) -> None:
+        super().__init__(*sizes)
+        self.embed_scale = embed_scale
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) * self.embed_scale
 
 
 class Model(nn.Module):
@@ -28,18 +59,31 @@ TARGETS = ["tokens", "up", "down"]
 TOKENS = torch.tensor([[0, 3, 10, 5], [5, 5, 1, 3]])
 
 
-def injected(model: nn.Module, random: bool = True, **settings: object) -> nn.Module:
-    inject(model, LoRA, LoRAParams(**{"r": 3, **settings}), "default")
+def injected(model: nn.Module, random: bool = True, **settings: Any) -> Any:
+    inject(model, LoRA, LoRAParams(**{"r": 3, "target_modules": ["x"], **settings}))
     if random:
+        randomize(model)
+    return model
+
+
+def randomize(model: nn.Module) -> None:
+    with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
                 nn.init.normal_(parameter)
-    return model
 
 
 def seeded(seed: int = 0) -> Model:
     torch.manual_seed(seed)
     return Model()
+
+
+def layer(base: nn.Module, **settings: Any) -> Any:
+    return injected(nn.ModuleDict({"x": base}), **settings)["x"]
+
+
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {n: p for n, p in model.named_parameters() if p.requires_grad}
 
 
 @settings(max_examples=40, deadline=None)
@@ -50,40 +94,65 @@ def seeded(seed: int = 0) -> Model:
     alpha=st.floats(0.5, 32),
     rslora=st.booleans(),
     bias=st.booleans(),
+    transposed=st.booleans(),
+    lora_bias=st.booleans(),
 )
 def test_linear_is_the_mathematics(
-    shape: list[int], sizes: tuple[int, int], r: int, alpha: float, rslora: bool, bias: bool
+    shape: list[int],
+    sizes: tuple[int, int],
+    r: int,
+    alpha: float,
+    rslora: bool,
+    bias: bool,
+    transposed: bool,
+    lora_bias: bool,
 ) -> None:
     torch.manual_seed(0)
-    model = nn.ModuleDict({"x": nn.Linear(*sizes, bias=bias)})
-    layer = injected(model, r=r, lora_alpha=alpha, use_rslora=rslora)["x"]
-    assert isinstance(layer, LoRALinear)
-    x = torch.randn(*shape, sizes[0])
-    a, b = (m["default"].weight.double() for m in (layer.lora_A, layer.lora_B))
+    inputs, outputs = sizes
+    base = Conv1D(outputs, inputs) if transposed else nn.Linear(inputs, outputs, bias=bias)
+    adapted = layer(base, r=r, lora_alpha=alpha, use_rslora=rslora, lora_bias=lora_bias)
+    assert type(adapted) is (LoRAConv1D if transposed else LoRALinear)
+    x = torch.randn(*shape, inputs)
+    a, b = (m["default"].weight.double() for m in (adapted.lora_A, adapted.lora_B))
     scaling = alpha / (r**0.5 if rslora else r)
-    weight = layer.base_layer.weight.double() + scaling * b @ a
-    expected = x.double() @ weight.T + (layer.base_layer.bias.double() if bias else 0)
-    torch.testing.assert_close(layer(x).double(), expected, rtol=1e-4, atol=1e-4)
-    assert layer(x).shape == (*shape, sizes[1])
+    weight = (base.weight.T if transposed else base.weight).double() + scaling * b @ a
+    expected = x.double() @ weight.T
+    if base.bias is not None:
+        expected = expected + base.bias.double()
+    if lora_bias:
+        expected = expected + scaling * adapted.lora_B["default"].bias.double()
+    torch.testing.assert_close(adapted(x).double(), expected, rtol=1e-4, atol=1e-4)
+    assert adapted(x).shape == (*shape, outputs)
 
 
 @pytest.mark.parametrize("rslora", [False, True])
 @pytest.mark.parametrize("padding_idx", [None, 3])
-@pytest.mark.parametrize("tokens", [TOKENS, TOKENS[0], torch.tensor(5)])
+@pytest.mark.parametrize("tokens", [TOKENS, TOKENS[0], torch.tensor(5), TOKENS[:0]])
 def test_embedding_is_the_mathematics(
     tokens: Tensor, padding_idx: int | None, rslora: bool
 ) -> None:
     torch.manual_seed(0)
-    model = nn.ModuleDict({"x": nn.Embedding(11, 6, padding_idx=padding_idx)})
-    layer = injected(model, target_modules=["x"], r=4, lora_alpha=6, use_rslora=rslora)["x"]
-    assert isinstance(layer, LoRAEmbedding)
-    a = layer.lora_embedding_A["default"].double()
-    b = layer.lora_embedding_B["default"].double()
-    assert a.shape == (4, 11)
-    assert b.shape == (6, 4)
-    scaling = 6 / (2 if rslora else 4)
-    table = layer.base_layer.weight.double() + scaling * (b @ a).T
-    torch.testing.assert_close(layer(tokens).double(), table[tokens], rtol=1e-5, atol=1e-5)
+    base = nn.Embedding(11, 6, padding_idx=padding_idx)
+    adapted = layer(base, r=4, lora_alpha=6, use_rslora=rslora)
+    assert isinstance(adapted, LoRAEmbedding)
+    table = base.weight.double() + update(adapted, scaling=6 / (2 if rslora else 4)).T
+    torch.testing.assert_close(adapted(tokens).double(), table[tokens], rtol=1e-5, atol=1e-5)
+
+
+def update(adapted: Any, scaling: float, name: str = "default") -> Tensor:
+    ((a, b),) = adapted.factors(name)
+    return scaling * b.double() @ a.double()
+
+
+@pytest.mark.parametrize("scale", [2.5, torch.tensor(2.5)])
+def test_an_embedding_that_scales_scales_the_update_too(scale: float | Tensor) -> None:
+    torch.manual_seed(0)
+    adapted = layer(ScaledEmbedding(11, 6, embed_scale=scale), lora_alpha=6)
+    table = 2.5 * (adapted.base_layer.weight.double() + update(adapted, 2.0).T)
+    torch.testing.assert_close(adapted(TOKENS).double(), table[TOKENS], rtol=1e-5, atol=1e-5)
+    before = adapted(TOKENS)
+    merge(adapted)
+    torch.testing.assert_close(adapted(TOKENS), before)
 
 
 def test_the_padding_row_gets_no_gradient() -> None:
@@ -94,24 +163,51 @@ def test_the_padding_row_gets_no_gradient() -> None:
     assert columns.nonzero().flatten().tolist() == used
 
 
+def test_gradients_are_divided_by_how_often_a_token_is_there() -> None:
+    plain = injected(nn.ModuleDict({"x": nn.Embedding(11, 6)}))
+    model = injected(nn.ModuleDict({"x": nn.Embedding(11, 6, scale_grad_by_freq=True)}))
+    model.load_state_dict(plain.state_dict())
+    for m in (plain, model):
+        m["x"](TOKENS).sum().backward()
+    found, whole = (m["x"].lora_embedding_A["default"].grad for m in (model, plain))
+    torch.testing.assert_close(found * TOKENS.flatten().bincount(minlength=11).clamp(min=1), whole)
+
+
+def test_with_max_norm_a_part_of_a_row_is_shortened_and_so_not_merged() -> None:
+    torch.manual_seed(0)
+    adapted = layer(nn.Embedding(11, 6, max_norm=0.5), r=2)
+    result, ((a, b),) = adapted(TOKENS), adapted.factors("default")
+    assert (a.t()[TOKENS].norm(dim=-1) <= 0.5 + 1e-6).all()
+    torch.testing.assert_close(result - adapted.base_layer(TOKENS), 8 * a.t()[TOKENS] @ b.t())
+    with pytest.raises(ConfigError, match="max_norm"):
+        merge(adapted)
+
+
+@pytest.mark.parametrize("base", [nn.Linear(4, 5), nn.Embedding(7, 4), Conv1D(5, 4)])
+def test_several_adapters_add_up(base: nn.Module) -> None:
+    torch.manual_seed(0)
+    model = injected(nn.ModuleDict({"x": base}), r=2, lora_alpha=2)
+    add_adapter(model, LoRA, LoRAParams(r=3, lora_alpha=1, target_modules=["x"]), "other")
+    set_adapter(model, ["default", "other"])
+    randomize(model)
+    x = torch.arange(5) if isinstance(base, nn.Embedding) else torch.randn(6, 4)
+    alone = []
+    for name in ("default", "other"):
+        set_adapter(model, name)
+        alone.append(model["x"](x) - base(x))
+    set_adapter(model, ["default", "other"])
+    torch.testing.assert_close(model["x"](x), base(x) + sum(alone))
+    before = model["x"](x)
+    merge(model)
+    torch.testing.assert_close(model["x"](x), before)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_a_new_adapter_changes_nothing(dtype: torch.dtype) -> None:
     model = injected(seeded().to(dtype), random=False, target_modules=TARGETS)
     expected = seeded().to(dtype)(TOKENS)
     assert torch.equal(model(TOKENS), expected)
     assert model(TOKENS).dtype == dtype
-
-
-def test_how_a_new_adapter_is_drawn() -> None:
-    torch.manual_seed(0)
-    model = nn.ModuleDict({"x": nn.Linear(400, 50), "e": nn.Embedding(9, 400)})
-    model = injected(model, random=False, target_modules=["x", "e"], r=50)
-    a, b = model["x"].lora_A["default"].weight, model["x"].lora_B["default"].weight
-    assert a.abs().max() <= 400**-0.5
-    assert a.std().item() == pytest.approx(400**-0.5 / 3**0.5, rel=0.02)
-    assert not b.any()
-    assert not model["e"].lora_embedding_A["default"].any()
-    assert model["e"].lora_embedding_B["default"].std().item() == pytest.approx(1, rel=0.02)
 
 
 def test_the_adapters_gradients_are_those_of_the_mathematics() -> None:
@@ -134,10 +230,6 @@ def test_the_adapters_gradients_are_those_of_the_mathematics() -> None:
         torch.testing.assert_close(parameter.grad, copies[name].grad)
 
 
-def trained(model: nn.Module) -> dict[str, nn.Parameter]:
-    return {n: p for n, p in model.named_parameters() if p.requires_grad}
-
-
 def test_a_bfloat16_base_keeps_float32_adapters_and_gives_bfloat16() -> None:
     model = injected(seeded().bfloat16(), target_modules=TARGETS)
     wide = injected(seeded().bfloat16().double(), target_modules=TARGETS)
@@ -158,30 +250,10 @@ def test_autocast_gives_what_the_base_gives() -> None:
     model, base = injected(seeded(), target_modules=TARGETS), seeded()
     with torch.autocast("cpu", torch.bfloat16):
         result, of_base = model(TOKENS), base(TOKENS)
+        assert model.tokens(TOKENS).dtype == base.tokens(TOKENS).dtype == torch.float32
     assert result.dtype == of_base.dtype == torch.bfloat16
     expected = model(TOKENS)
     assert (result - expected).abs().max() < 0.05 * expected.abs().max()
-
-
-def test_dropout_acts_on_the_adapters_input_in_training_alone() -> None:
-    torch.manual_seed(0)
-    model = injected(nn.ModuleDict({"x": nn.Linear(200, 1)}), r=1, lora_alpha=1, lora_dropout=0.25)
-    layer = model["x"]
-    nn.init.ones_(layer.lora_A["default"].weight)
-    nn.init.ones_(layer.lora_B["default"].weight)
-    x = torch.ones(500, 200)
-    base = layer.base_layer(x)
-    kept = (layer(x) - base) * 0.75
-    assert kept.std() > 1
-    assert kept.mean().item() == pytest.approx(150, rel=0.01)
-    torch.testing.assert_close(kept, kept.round(), rtol=0, atol=1e-3)
-    layer.eval()
-    torch.testing.assert_close(layer(x), base + 200)
-
-
-def test_dropout_never_drops_tokens() -> None:
-    model = injected(seeded(), target_modules=["tokens"], lora_dropout=0.9)
-    assert torch.equal(model(TOKENS), model(TOKENS))
 
 
 def test_values_from_meta_are_those_of_a_real_model() -> None:
@@ -218,46 +290,86 @@ def test_injecting_draws_only_what_it_keeps() -> None:
     assert torch.equal(torch.rand(1), after)
 
 
-def test_hooks_of_the_parts_run() -> None:
-    model = injected(seeded(), target_modules=["up"])
-    seen = []
-    for part in (model.up.base_layer, model.up.lora_A["default"], model.up.lora_B["default"]):
-        part.register_forward_hook(lambda module, inputs, output: seen.append(module))
-    model(TOKENS)
-    assert seen == [
-        model.up.base_layer,
-        model.up.lora_A["default"],
-        model.up.lora_B["default"],
-    ]
+def test_the_bias_of_b_is_merged_with_the_scaling() -> None:
+    torch.manual_seed(0)
+    adapted, x = layer(nn.Linear(4, 5), lora_bias=True), torch.randn(3, 4)
+    before = adapted(x)
+    merge(adapted)
+    torch.testing.assert_close(adapted(x), before)
 
 
-def test_one_addition_in_the_graph() -> None:
-    layer = injected(nn.ModuleDict({"x": nn.Linear(4, 5)}))["x"]
-    graph = torch.fx.experimental.proxy_tensor.make_fx(layer)(torch.randn(2, 4))
-    calls = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
-    assert sum("addmm" in call for call in calls) == 2  # the base layer's with its bias, and ours
-    assert not any("aten.add." in call or "aten.mul." in call for call in calls)
-
-
-def test_compiled_it_is_one_graph() -> None:
-    model = injected(seeded(), target_modules=TARGETS)
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(TOKENS), model(TOKENS))
+def test_a_bias_of_b_cannot_be_merged_into_a_layer_without_one() -> None:
+    adapted = layer(nn.Linear(4, 5, bias=False), lora_bias=True)
+    with pytest.raises(ConfigError, match="the adapter has a bias, and the layer has none"):
+        merge(adapted)
 
 
 def test_adapters_of_other_ranks_are_switched() -> None:
     model = injected(seeded(), random=False, target_modules=["up"], r=2)
     nn.init.normal_(model.up.lora_B["default"].weight)
     first = model(TOKENS)
-    inject(model, LoRA, LoRAParams(r=5, lora_alpha=1, target_modules=["up", "tokens"]), "second")
+    params = LoRAParams(r=5, lora_alpha=1, target_modules=["up", "tokens"])
+    add_adapter(model, LoRA, params, "second")
+    set_adapter(model, "second")
     assert torch.equal(model(TOKENS), seeded()(TOKENS))
-    model.up.activate("default")
-    model.tokens.activate("default")
+    set_adapter(model, "default")
     assert torch.equal(model(TOKENS), first)
 
 
-def test_other_kinds_of_layers_are_refused_by_name() -> None:
-    model = nn.ModuleDict({"conv": nn.Conv1d(2, 2, 1), "x": nn.Linear(2, 2)})
-    with pytest.raises(ConfigError, match="conv: LoRA has no layer for Conv1d"):
-        inject(model, LoRA, LoRAParams(target_modules=["conv", "x"]), "default")
-    assert isinstance(model["x"], nn.Linear)
+class Quantized(nn.Linear):
+    """A layer whose weight is packed; it still has the sizes of a linear one."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 6)
+        packed = torch.zeros(12, 1, dtype=torch.uint8)
+        self.weight = nn.Parameter(packed, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sum(-1, keepdim=True) + torch.arange(6.0)
+
+
+@pytest.mark.parametrize(
+    ("base", "settings", "fault"),
+    [
+        (nn.Embedding(4, 4), {"lora_bias": True}, "x: lora_bias is not for embeddings"),
+        (Quantized(), {"use_dora": True}, "x: use_dora needs the layer's weight, .* quantised"),
+        (Quantized(), {"init_lora_weights": "olora"}, "x: olora needs the layer's weight"),
+        (nn.Linear(4, 2), {"init_lora_weights": "pissa"}, "x: pissa has directions .* up to 2"),
+        (nn.LSTM(4, 4), {}, "x: LoRA has no layer for LSTM"),
+        (nn.LazyLinear(3), {}, "x: the layer has no size before its first input"),
+    ],
+)
+def test_what_cannot_be_adapted_is_refused(
+    base: nn.Module, settings: dict[str, Any], fault: str
+) -> None:
+    model = nn.ModuleDict({"x": base, "y": nn.Linear(4, 4)})
+    with pytest.raises(ConfigError, match=fault):
+        injected(model, random=False, target_modules=["x", "y"], **settings)
+    assert model["x"] is base
+    assert type(model["y"]) is nn.Linear
+
+
+def test_a_quantised_layer_is_adapted_without_its_weight() -> None:
+    torch.manual_seed(0)
+    adapted, x = layer(Quantized()), torch.randn(5, 4)
+    expected = adapted.base_layer(x) + (update(adapted, 16 / 3) @ x.double().T).T
+    torch.testing.assert_close(adapted(x).double(), expected, rtol=1e-4, atol=1e-4)
+    adapted(x).sum().backward()
+    assert adapted.lora_B["default"].weight.grad is not None
+
+
+@pytest.mark.parametrize("init", [True, "gaussian"])
+def test_how_a_new_adapter_is_drawn(init: bool | str) -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"x": nn.Linear(400, 50), "e": nn.Embedding(9, 400)})
+    injected(model, random=False, target_modules=["x", "e"], r=50, init_lora_weights=init)
+    a, b = model["x"].lora_A["default"].weight, model["x"].lora_B["default"].weight
+    if init is True:
+        assert a.abs().max() <= 400**-0.5
+        assert a.std().item() == pytest.approx(400**-0.5 / math.sqrt(3), rel=0.02)
+    else:
+        assert a.std().item() == pytest.approx(1 / 50, rel=0.02)
+        assert a.abs().max() > 3 / 50
+    assert not b.any()
+    assert not model["e"].lora_embedding_A["default"].any()
+    assert model["e"].lora_embedding_B["default"].std().item() == pytest.approx(1, rel=0.02)

@@ -104,7 +104,7 @@ class RecordingData(Text):
 
 @recorded("peft", BasePeft)
 class RecordingPeft(LoRA):
-    pass
+    peft_type = "RECORDING"
 
 
 @recorded("distributed", BaseDistributed)
@@ -127,7 +127,7 @@ def optimizer(model: nn.Module, params: OptimizerParams) -> Any:
     """SGD that writes every step's whole gradients into ``grads-<step>.pt``."""
     import torch
 
-    from core_plugin.state import canonical_name, gather
+    from core_plugin.tensors import canonical_name, gather
 
     note("optimizer")
     names = {p: canonical_name(n).removeprefix("module.") for n, p in model.named_parameters()}

@@ -6,117 +6,110 @@ to use them. Two saves of the same adapter are the same bytes.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from core_plugin.adapters.matching import ALL_LINEAR
-from core_plugin.adapters.names import FILE_PREFIX, adapter_state, split_name
+import safetensors.torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from core_plugin.adapters import configuration, settings
+from core_plugin.adapters.configuration import CONFIG
+from core_plugin.adapters.contents import (
+    TENSORS,
+    Contents,
+    adapter_of,
+    bare,
+    named_tensors,
+    read_tensors,
+    refuse,
+    spelled,
+)
+from core_plugin.adapters.inject import inject
+from core_plugin.adapters.switch import set_adapter
+from core_plugin.adapters.walk import modules
 from core_plugin.errors import CheckpointError
+from core_plugin.tensors import gather, model_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from torch import Tensor, nn
-
     from core_plugin.types.peft import BasePeft
 
-TENSORS = "adapter_model.safetensors"
-CONFIG = "adapter_config.json"
+
+# Writing
 
 
 def save_adapter(
     directory: Path | str,
-    method: type[BasePeft],
-    params: Any,
-    state_dict: Mapping[str, Tensor],
-    adapter_name: str,
-    base_model: str | None,
+    model: nn.Module,
+    name: str = "default",
+    *,
+    tensors: Mapping[str, Tensor] | None = None,
+    base_model: str | None = None,
 ) -> None:
     """Write an adapter's files, which ``peft.PeftModel.from_pretrained`` can read.
 
     Args:
         directory: Where to; it is made if need be.
-        method: The PEFT method.
-        params: The method's parameters that the adapter was made with.
-        state_dict: Whole tensors by in-memory name; what is not the adapter's is left out.
-        adapter_name: Which adapter; files do not hold its name.
+        model: The model that has the adapter.
+        name: Which adapter; files do not hold its name.
+        tensors: The adapter's tensors, whole, by their names in the model. None takes the
+            model's: if they are sharded, every rank has to call this, and the first one writes.
         base_model: A path or name of the base model, for readers of the file.
 
     Raises:
-        CheckpointError: The tensors hold none of the adapter's.
+        CheckpointError: The model has no such adapter, or not all of its tensors are there.
     """
-    import safetensors.torch
-
-    tensors = adapter_state(state_dict, adapter_name, method.prefix)
-    if not tensors:
-        raise CheckpointError(
-            f"there is nothing to write into {directory}: no tensor of an adapter called "
-            f"{adapter_name!r} with the prefix {method.prefix!r} was given"
-        )
-    splits = (split_name(name, adapter_name, method.prefix) for name in state_dict)
-    paths = sorted({".".join(split[0]) for split in splits if split})
-    config = {
-        **method.config(params),
-        "base_model_name_or_path": base_model,
-        "exclude_modules": _sorted(params.exclude_modules),
-        "inference_mode": True,
-        "target_modules": _targets(params.target_modules, paths),
-        "task_type": None,
-    }
-    contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    adapter, own = adapter_of(model, name), named_tensors(model, name)
+    if tensors is None:
+        whole = _gathered(own)
+        if dist.is_initialized() and dist.get_rank() != 0:
+            return
+    else:
+        whole = _picked(model, own, tensors)
+    copies = {key: whole[key].detach().cpu().contiguous().clone() for key in sorted(whole)}
+    config = configuration.written(model, adapter, base_model)
+    text = json.dumps(config, indent=2, sort_keys=True) + "\n"
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    _write(directory / TENSORS, safetensors.torch.save(contiguous, {"format": "pt"}))
-    text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+    _write(directory / TENSORS, safetensors.torch.save(copies, {"format": "pt"}))
     _write(directory / CONFIG, text.encode())
 
 
-def load_adapter(
-    model: nn.Module,
-    directory: Path | str,
-    method: type[BasePeft],
-    params: Any,
-    adapter_name: str,
-) -> None:
-    """Read an adapter's files into a model that has such an adapter, sharded or not.
+def _gathered(own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    empty = [key for key, tensor in own.items() if tensor.is_meta]
+    if empty:
+        raise CheckpointError(f"{bare(empty[0])} is on the meta device: it has no values to save")
+    return {key: gather(tensor.detach()) for key, tensor in own.items()}
 
-    Args:
-        model: A model with an adapter of the method, made with ``params``, and real tensors.
-        directory: Where the files are: core-plugin's or the peft library's.
-        method: The PEFT method.
-        params: The method's parameters.
-        adapter_name: Which adapter of the model.
 
-    Raises:
-        CheckpointError: With everything that is missing, unexpected, of another shape, or made
-            with other settings; nothing was changed.
+def _picked(
+    model: nn.Module, own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """The given tensors by their names in a file; buffers, which are never sharded, from the model.
+
+    A tensor that the model has at two places was given once, under its first name.
     """
-    from core_plugin.state import copy_full
-
-    directory = Path(directory)
-    tensors, config = _read(directory)
-    wanted = _adapter_parameters(model, method, adapter_name)
-    if not wanted:
-        raise CheckpointError(f"the model has no adapter {adapter_name!r} to load {directory} into")
-    faults = [*_config_faults(config, method, params), *_tensor_faults(tensors, wanted)]
-    if faults:
-        report = "".join(f"\n  - {fault}" for fault in faults)
-        raise CheckpointError(f"{directory} is not for this model's {adapter_name!r}:{report}")
-    for name, parameter in wanted.items():
-        copy_full(parameter, tensors[name])
-
-
-def _targets(wanted: str | list[str], paths: list[str]) -> str | list[str]:
-    """What to tell readers: the peft library takes ``all-linear`` for other layers than we do."""
-    if isinstance(wanted, str):
-        return paths if wanted.lower() == ALL_LINEAR else wanted
-    return sorted(set(wanted))
-
-
-def _sorted(wanted: str | list[str] | None) -> str | list[str] | None:
-    return wanted if wanted is None or isinstance(wanted, str) else sorted(set(wanted))
+    names = {id(tensor): name for name, tensor in model_tensors(model).items()}
+    picked, missing = {}, []
+    for key, tensor in own.items():
+        name = names.get(id(tensor), "")
+        if name in tensors:
+            picked[key] = tensors[name]
+        elif not isinstance(tensor, nn.Parameter):
+            picked[key] = tensor
+        else:
+            missing.append(name or bare(key))
+    if missing:
+        raise CheckpointError(
+            f"{len(missing)} of the adapter's tensors are not among those that are to be saved: "
+            + ", ".join(missing[:3])
+            + (", ..." if len(missing) > 3 else "")
+        )
+    return picked
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -125,51 +118,81 @@ def _write(path: Path, content: bytes) -> None:
     os.replace(aside, path)
 
 
-def _read(directory: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors by name, without the prefix that bare injection leaves out; the settings."""
-    import safetensors
-    import safetensors.torch
-
-    try:
-        config = json.loads((directory / CONFIG).read_text())
-        tensors = safetensors.torch.load_file(directory / TENSORS)
-    except (OSError, ValueError, safetensors.SafetensorError) as error:
-        raise CheckpointError(
-            f"{directory} does not hold an adapter ({CONFIG} and {TENSORS}): {error}"
-        ) from error
-    return {name.removeprefix(FILE_PREFIX): tensor for name, tensor in tensors.items()}, config
+# Reading
 
 
-def _adapter_parameters(
-    model: nn.Module, method: type[BasePeft], adapter_name: str
-) -> dict[str, nn.Parameter]:
-    """An adapter's parameters by their names in a file, without the prefix."""
-    from core_plugin.adapters.layer import AdapterLayer
+def load_adapter(
+    model: nn.Module,
+    directory: Path | str,
+    name: str = "default",
+    *,
+    partial: bool = False,
+    renames: Mapping[str, str] | None = None,
+) -> list[str]:
+    """Read an adapter's files into a model that has such an adapter, sharded or not.
 
-    parameters = {}
-    for path, module in model.named_modules():
-        if isinstance(module, AdapterLayer) and module.method is method:
-            for name, parameter in module.adapter_parameters(adapter_name):
-                holder, _, rest = name.partition(f".{adapter_name}")
-                parameters[f"{path}.{holder}{rest}"] = parameter
-    return parameters
+    Args:
+        model: A model with the adapter, and real tensors.
+        directory: Where the files are: core-plugin's or the peft library's.
+        name: Which adapter of the model; files do not hold its name.
+        partial: Load what fits, and leave the rest.
+        renames: See :attr:`core_plugin.types.model.BaseModel.renames`.
+
+    Returns:
+        What was left out, and why; nothing unless ``partial``.
+
+    Raises:
+        CheckpointError: With everything that is missing, unexpected, of another shape or dtype, or
+            made with other settings; nothing was changed.
+    """
+    directory, adapter = Path(directory), adapter_of(model, name)
+    config = configuration.read(directory)
+    config = settings.with_names_of_today(config, adapter.method, model, renames or {})
+    found = Contents(read_tensors(directory), model, name, renames or {})
+    faults = [[*configuration.differences(config, model, adapter)], *found.faults()]
+    if not partial:
+        refuse(directory, name, *faults)
+    found.load()
+    extra = configuration.kept(config, adapter.method, adapter.params)
+    for _, module in modules(model):
+        if name in module.adapters:
+            module.adapters[name] = dataclasses.replace(adapter, extra=extra)
+    return [fault for kind in faults for fault in kind]
 
 
-def _config_faults(config: Mapping[str, Any], method: type[BasePeft], params: Any) -> Iterator[str]:
-    for key, ours in sorted(method.config(params).items()):
-        if key in config and key not in method.training_only and config[key] != ours:
-            yield f"{key}: {config[key]!r} in {CONFIG}, {ours!r} in the model"
+def method_name(directory: Path | str) -> str:
+    """The name of the method whose adapter a directory holds.
+
+    Raises:
+        CheckpointError: It holds none.
+    """
+    peft_type: str = configuration.read(Path(directory))["peft_type"]
+    return peft_type.lower()
 
 
-def _tensor_faults(
-    tensors: Mapping[str, Tensor], wanted: Mapping[str, nn.Parameter]
-) -> Iterator[str]:
-    for name, parameter in wanted.items():
-        if name not in tensors:
-            yield f"{name}: missing"
-        elif tensors[name].shape != parameter.shape:
-            shapes = f"{list(tensors[name].shape)} in the file, {list(parameter.shape)}"
-            yield f"{name}: shape {shapes} in the model"
-        elif parameter.is_meta:
-            yield f"{name}: on the meta device in the model; give it memory first"
-    yield from (f"{name}: unexpected" for name in tensors if name not in wanted)
+def attach_saved(
+    model: nn.Module,
+    directory: Path | str,
+    method: type[BasePeft],
+    name: str,
+    *,
+    trainable: bool,
+    renames: Mapping[str, str],
+) -> None:
+    """See :meth:`core_plugin.types.peft.PeftPlugin.from_pretrained`."""
+    directory = Path(directory)
+    config, tensors = configuration.read(directory), read_tensors(directory)
+    config = settings.with_names_of_today(config, method, model, renames)
+    names = {bare(spelled(key, {}, old)) for key in tensors for old in ({}, renames)}
+    params = settings.parameters(config, method, model, names)
+    extra = configuration.kept(config, method, params)
+
+    def check() -> None:
+        different = configuration.differences(config, model, adapter_of(model, name))
+        refuse(directory, name, [*different], *Contents(tensors, model, name, renames).faults())
+
+    inject(model, method, params, name, extra=extra, check=check)
+    Contents(tensors, model, name, renames).load()
+    if not trainable:
+        set_adapter(model, name, trainable=False)
+        model.eval()

@@ -2,197 +2,220 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import TYPE_CHECKING, Any
+import contextlib
+import gc
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
-from core_plugin.adapters.matching import select
-from core_plugin.adapters.names import BASE_LAYER
-from core_plugin.adapters.tree import Site, sites, weight_is_read
-from core_plugin.errors import ConfigError
+from torch import nn
+
+from core_plugin.adapters.gradients import let_gradients_through
+from core_plugin.adapters.layer import (
+    Adapter,
+    AdapterLayer,
+    AdapterModule,
+    ModelAdapter,
+    ParameterLayer,
+)
+from core_plugin.adapters.plan import Plan, Target, on_meta, plan
+from core_plugin.adapters.saved import SavedModule, tie_saved
+from core_plugin.adapters.switch import activate, delete_adapter, train_biases
+from core_plugin.adapters.tokens import tie_rows
+from core_plugin.adapters.walk import modules
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from torch import nn
-
-    from core_plugin.adapters.layer import AdapterLayer
     from core_plugin.types.peft import BasePeft
 
-SHOWN = 3
-"""How many modules of a kind a message names."""
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """A block without Python's garbage collection.
+
+    In a large model hundreds of thousands of objects are made here, and all stay; to look among
+    them for garbage, again and again, takes longer than to make them.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
-def inject(model: nn.Module, method: type[BasePeft], params: Any, adapter_name: str) -> None:
+@uncollected()
+def inject(
+    model: nn.Module,
+    method: type[BasePeft],
+    params: Any,
+    name: str = "default",
+    *,
+    defaults: Mapping[str, Any] | None = None,
+    state_dict: Mapping[str, Any] | None = None,
+    extra: Mapping[str, Any] | None = None,
+    check: Callable[[], None] | None = None,
+) -> nn.Module:
     """Put an adapter into a model in place, make it the active one, and freeze all else.
 
-    The model may be on ``meta``. Parameters that the model shares stay shared.
+    The model may be on ``meta``; what depends on its values is then up to :func:`initialize`.
+    Modules and parameters that the model shares stay shared.
 
     Args:
         model: The model; not sharded yet.
         method: The PEFT method.
         params: The method's ``Params``; never changed.
-        adapter_name: What to call the adapter.
+        name: What to call the adapter.
+        defaults: What stands for parameters that are None.
+        state_dict: The adapter's tensors by their names in a file: their modules get the adapter,
+            and how they differ from ``target_modules`` is told in a warning.
+        extra: What else the adapter's configuration holds.
+        check: Called when the adapter is in its place, and before the base's values are changed
+            for it: if it raises, the adapter is taken out again.
+
+    Returns:
+        The model itself.
 
     Raises:
         ConfigError: With everything that is wrong; nothing was changed.
         PluginContractError: The method's layer is not as an adapter layer has to be.
     """
-    model_sites = sites(model)
-    chosen, rule_faults = select(model_sites, params)
-    targets, layer_faults = _plan(chosen, model_sites, method, params)
-    general = [
-        *_name_faults(adapter_name),
-        *_model_faults(model, model_sites, method, adapter_name),
-    ]
-    faults = [f"peft: {fault}" for fault in general + layer_faults] + rule_faults
-    if faults:
-        raise ConfigError("\n".join(faults))
-    _apply(model, method, params, adapter_name, targets)
+    prepared = plan(model, Adapter(name, method, params, extra or {}), defaults or {}, state_dict)
+    held = {name: adapter for module in prepared.held for name, adapter in module.adapters.items()}
+    if held:
+        warnings.warn(
+            f"the model has adapters already ({', '.join(held)}); {name!r} becomes the active one, "
+            "and the others stay as they are. add_adapter adds one without choosing it",
+            stacklevel=3,
+        )
+    made = _apply(prepared, check)
+    for module in (model, *(site.base for site in prepared.sites)):
+        for parameter in module._parameters.values():
+            if parameter is not None and parameter.requires_grad:
+                parameter.requires_grad_(False)
+    activate({*prepared.held, *made}, [name], trainable=True)
+    train_biases(model, [*held.values(), made[0].adapters[name]], [name])
+    return model
 
 
-@dataclasses.dataclass(frozen=True)
-class Target:
-    """A place for an adapter, and the class of the layer to make there; None if one is there."""
-
-    site: Site
-    layer_class: type[AdapterLayer] | None
-
-
-def _name_faults(adapter_name: str) -> Iterator[str]:
-    from torch import nn
-
-    if not adapter_name or "." in adapter_name:
-        yield f"an adapter's name has no dots and is not empty, got {adapter_name!r}"
-    elif hasattr(nn.ModuleDict(), adapter_name) or hasattr(nn.ParameterDict(), adapter_name):
-        yield f"an adapter cannot be called {adapter_name!r}, which torch's containers use"
-
-
-def _model_faults(
-    model: nn.Module, model_sites: Sequence[Site], method: type[BasePeft], adapter_name: str
-) -> Iterator[str]:
-    from torch.distributed.tensor import DTensor
-
-    from core_plugin.adapters.layer import AdapterLayer
-
-    layers = [s.module for s in model_sites if isinstance(s.module, AdapterLayer)]
-    if any(adapter_name in layer.adapters() for layer in layers):
-        yield f"the model has an adapter called {adapter_name!r} already"
-    for other in {layer.method: None for layer in layers if layer.method is not method}:
-        names = f"{_described(other)} and {_described(method)}"
-        if other.prefix == method.prefix:
-            yield f"{names} both use the prefix {method.prefix!r}; one has to choose another"
-        elif not (other.mixes and method.mixes):
-            yield f"{names} cannot be in one model: not both say that they mix"
-    if any(isinstance(p, DTensor) for p in model.parameters()):
-        yield "the model is sharded already; inject adapters before it is"
-    for site in model_sites:
-        if site.path.rpartition(".")[2] == BASE_LAYER:
-            yield f"{site.path}: {BASE_LAYER!r} is what adapter layers call the layer they hold"
-
-
-def _described(method: type[BasePeft]) -> str:
-    return f"{method.__module__}.{method.__qualname__}"
-
-
-def _plan(
-    chosen: Sequence[Site], model_sites: Sequence[Site], method: type[BasePeft], params: Any
-) -> tuple[list[Target], list[str]]:
-    """What to do at each site; and for those at which nothing can be done, why."""
-    from core_plugin.adapters.layer import AdapterLayer
-
-    targets: list[Target] = []
-    faults: list[str] = []
-    unsupported: dict[type[nn.Module], list[Site]] = {}
-    for site in chosen:
-        if isinstance(site.module, AdapterLayer):
-            targets.append(Target(site, None))
-            if site.module.method is not method:
-                faults.append(f"{site.path} has an adapter of {_described(site.module.method)}")
-        elif weight_is_read(site):
-            faults.append(f"{site.path} is never called: nn.MultiheadAttention reads its weight")
-        else:
-            try:
-                layer_class = method.layer(site.module, params)
-            except ConfigError as error:
-                faults.append(f"{site.path}: {error}")
-                continue
-            if layer_class is None:
-                unsupported.setdefault(type(site.module), []).append(site)
-            targets.append(Target(site, layer_class))
-    for kind, without in unsupported.items():
-        faults.append(_no_layer(kind, without, model_sites, method, params))
-    return targets, faults
-
-
-def _no_layer(
-    kind: type[nn.Module],
-    without: Sequence[Site],
-    model_sites: Sequence[Site],
-    method: type[BasePeft],
-    params: Any,
-) -> str:
-    inner = [
-        site.path
-        for site in model_sites
-        if any(site.path.startswith(f"{outer.path}.") for outer in without)
-        and not weight_is_read(site)
-        and _supports(method, site.base, params)
-    ]
-    message = (
-        f"{_some([s.path for s in without])}: {method.__name__} has no layer for {kind.__name__}"
-    )
-    return f"{message}; did you mean the layers inside: {_some(inner)}?" if inner else message
-
-
-def _supports(method: type[BasePeft], base: nn.Module, params: Any) -> bool:
-    try:
-        return method.layer(base, params) is not None
-    except ConfigError:
-        return False
-
-
-def _some(paths: Sequence[str]) -> str:
-    more = len(paths) - SHOWN
-    return ", ".join(paths[:SHOWN]) + (f" and {more} more" if more > 0 else "")
-
-
-def _apply(
+@uncollected()
+def add_adapter(
     model: nn.Module,
     method: type[BasePeft],
     params: Any,
-    adapter_name: str,
-    targets: Sequence[Target],
+    name: str,
+    *,
+    defaults: Mapping[str, Any] | None = None,
+    extra: Mapping[str, Any] | None = None,
 ) -> None:
-    from core_plugin.adapters.layer import AdapterLayer
+    """Put another adapter into a model: neither active nor trained, and all else stays as it is.
 
-    # All layers are made before the first is put in, so that one that fails changes nothing.
-    made: list[tuple[Site, AdapterLayer]] = []
-    for target in targets:
+    Arguments and errors are those of :func:`inject`.
+    """
+    adapter = Adapter(name, method, params, extra or {})
+    for module in _apply(plan(model, adapter, defaults or {})):
+        for _, _, parameter in module.adapter_parameters(name):
+            parameter.requires_grad_(False)
+
+
+def initialize(model: nn.Module) -> None:
+    """Fill the adapters of a model whose own values are there: of one that was on ``meta``.
+
+    After ``to_empty`` and loading the model's weights, this gives every adapter the values that a
+    new one has.
+    """
+    for _, module in modules(model):
+        for part in module.modules():
+            if getattr(part, "is_adapter", False):
+                part.reset_parameters()  # type: ignore[operator]
+        for name in module.adapters:
+            module.initialize(name)
+
+
+def _apply(prepared: Plan, check: Callable[[], None] | None = None) -> list[AdapterModule]:
+    """Do what was planned; the modules that have a part of the new adapter."""
+    for message in prepared.warnings:
+        warnings.warn(message, stacklevel=4)
+    name, made = prepared.adapter.name, _make(prepared)
+    _put_in(prepared, made)
+    try:
+        if any(isinstance(module, SavedModule) for module in made):
+            tie_saved(prepared.model, name)
+        tie_rows(made, name)
+        if check is not None:
+            check()
+        for module in made:
+            if type(module).initialize is not AdapterModule.initialize and not on_meta(module):
+                module.initialize(name)
+    except BaseException:
+        delete_adapter(prepared.model, name)
+        raise
+    let_gradients_through(prepared.model, prepared.sites)
+    return made
+
+
+def _put_in(prepared: Plan, made: Sequence[AdapterModule]) -> None:
+    for target, module in zip(prepared.targets, made, strict=False):
         if target.layer_class is not None:
-            layer = target.layer_class(target.site.module)
-            layer.method = method
-            layer.add_adapter(adapter_name, params)
-            layer.check()
-            made.append((target.site, layer))
-        elif isinstance(target.site.module, AdapterLayer):
-            target.site.module.add_adapter(adapter_name, params)
-    for site, layer in made:
-        for parent, name in site.places:
-            setattr(parent, name, layer)
-            _call_layers(parent)
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    for module in model.modules():
-        if isinstance(module, AdapterLayer) and module.method is method:
-            module.activate(adapter_name)
-            for _, parameter in module.adapter_parameters(adapter_name):
-                parameter.requires_grad_(True)
+            _place(target, module)
+    for site in prepared.sites:
+        if isinstance(site.module, nn.TransformerEncoder):
+            # It would make nested tensors, which its fused kernel alone takes.
+            site.module.use_nested_tensor = False
+    for module in made:
+        if isinstance(module, ModelAdapter) and module.child not in prepared.model._modules:
+            prepared.model.add_module(module.child, module)
+            module.attach(prepared.model)
 
 
-def _call_layers(parent: nn.Module) -> None:
-    """Keep a parent from reading a layer's weight, in evaluation, instead of calling the layer."""
-    from torch import nn
+def _make(prepared: Plan) -> list[AdapterModule]:
+    """Make all parts of the adapter before the first is put in; one that fails undoes the rest."""
+    made: list[AdapterModule] = []
+    checked: set[type[AdapterModule]] = set()
+    within: dict[nn.Module, AdapterLayer] = {}
+    try:
+        for target in prepared.targets:
+            made.append(_part(target, within))
+            made[-1].add(prepared.adapter, target.params)
+            if type(made[-1]) not in checked:
+                checked.add(type(made[-1]))
+                made[-1].check(prepared.adapter.method.prefix)
+        if prepared.model_adapter is not None:
+            made.append(_at_the_door(prepared.model, prepared.model_adapter))
+            made[-1].add(prepared.adapter, prepared.adapter.params)
+            made[-1].check(prepared.adapter.method.prefix)
+    except BaseException:
+        for module in made:
+            if prepared.adapter.name in module.adapters:
+                module.remove(prepared.adapter.name)
+        raise
+    return made
 
-    if isinstance(parent, nn.TransformerEncoderLayer):
-        # Zero stands for an activation that torch's fused inference kernel does not know.
-        parent.activation_relu_or_gelu = 0
+
+def _part(target: Target, within: dict[nn.Module, AdapterLayer]) -> AdapterLayer:
+    """The layer at a place: what is there, or a new one, outside that of another parameter."""
+    held = target.site.module
+    if target.layer_class is None:
+        return cast("AdapterLayer", held)
+    base = within.get(held, held)
+    layer: AdapterLayer
+    if target.parameter is not None:
+        layer = cast("type[ParameterLayer]", target.layer_class)(base, target.parameter)
+    else:
+        layer = target.layer_class(base)
+    within[held] = layer
+    return layer
+
+
+def _at_the_door(model: nn.Module, kind: type[ModelAdapter]) -> ModelAdapter:
+    held = getattr(model, kind.child, None)
+    return held if isinstance(held, kind) else kind(model)
+
+
+def _place(target: Target, layer: AdapterModule) -> None:
+    for parent, name in target.site.places:
+        setattr(parent, name, layer)
+        if isinstance(parent, nn.TransformerEncoderLayer):
+            # It would read the layer's weight in evaluation, instead of calling the layer. Zero
+            # stands for an activation that torch's fused inference kernel does not know.
+            parent.activation_relu_or_gelu = 0

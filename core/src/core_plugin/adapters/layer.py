@@ -1,87 +1,199 @@
-"""What a method's layers derive from."""
+"""What the modules of a method derive from."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from typing import TYPE_CHECKING, Any, TypedDict
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypedDict
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from core_plugin.adapters.names import BASE_LAYER
-from core_plugin.errors import PluginContractError
+from core_plugin.errors import ConfigError, PluginContractError
+from core_plugin.tensors import is_sharded
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
     from core_plugin.types.peft import BasePeft
 
+PLACES = frozenset(
+    {
+        "exclude_modules",
+        "layers_pattern",
+        "layers_to_transform",
+        "modules_to_save",
+        "target_modules",
+        "target_parameters",
+        "task_type",
+    }
+)
+"""The parameters that say which places have an adapter; a file's tensors say it too."""
 
-class AdapterLayer(nn.Module):
-    """Stands in for a layer of the model, and holds it, and the parameters of its adapters.
 
-    Every child other than ``base_layer`` has a name that begins with the method's prefix, and
-    holds one entry an adapter under the adapter's name: it is an ``nn.ModuleDict`` of modules, or
-    :class:`AdapterParameters`. Every module of an adapter that owns tensors itself has
-    ``is_adapter = True`` and a ``reset_parameters()`` that fills all of them.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Adapter:
+    """One adapter of a model; every module that holds a part of it refers to the same object."""
 
-    What the layer lacks, it takes from the base layer (``in_features``, ``weight``, ...), so that
-    the model's own code goes on as before.
+    name: str
+    method: type[BasePeft]
+    params: Any
+    """The method's ``Params`` that the adapter was made with."""
+    extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """What its ``adapter_config.json`` said that nobody here knows, to be written back."""
+
+
+class AdapterModule(nn.Module):
+    """Holds parameters of a model's adapters.
+
+    Each of its own children (``base_layer`` is none) has a name that begins with the method's
+    prefix, and holds one entry an adapter under the adapter's name: it is an ``nn.ModuleDict`` of
+    modules, or :class:`AdapterParameters`. Every module of an adapter that owns tensors itself
+    has ``is_adapter = True`` and a ``reset_parameters()`` that fills all of them.
     """
 
-    base_layer: nn.Module
-    method: type[BasePeft]
-    """Whose layer this is; the engine says so."""
-    active: str | None
-    """The adapter that the forward pass uses; None for the base layer alone."""
+    prefix: ClassVar[str | None] = None
+    """What the children's names begin with, if it is not the method's prefix."""
+    samples: bool = True
+    """Whether the forward pass may be done for some samples of a batch at a time."""
 
-    def __init__(self, base_layer: nn.Module) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.base_layer = base_layer
-        self.active = None
-        self.training = base_layer.training
+        self.adapters: dict[str, Adapter] = {}
+        """The adapters that the module holds a part of, by name."""
+        self.params: dict[str, Any] = {}
+        """The parameters of each here: those of the adapter, changed as its patterns say."""
+        self.active: tuple[str, ...] = ()
+        """The adapters that are chosen, in order; some may not be held here."""
+        self.enabled = True
+        self.used: tuple[str, ...] = ()
+        """The adapters that the forward pass applies: active, held here, enabled, not merged."""
 
-    @abstractmethod
+    # What a method's own modules define
+
     def add_adapter(self, name: str, params: Any) -> None:
-        """Make an adapter's parameters, on the base layer's device, and initialise them."""
+        """Make an adapter's parameters, on the base's device, and initialise them.
 
-    def activate(self, name: str | None) -> None:
-        """Choose the adapter that the forward pass uses; without one of that name, none.
-
-        What a method's forward pass needs is decided here, once, and not in each step.
+        Args:
+            name: The adapter.
+            params: The method's ``Params`` for this place.
         """
-        self.active = name if name in self.adapters() else None
+        raise NotImplementedError
 
-    def adapters(self) -> set[str]:
-        """The names of the adapters that the layer holds."""
-        return {name for _, child in self._holders() for name in child}
+    def settle(self) -> None:
+        """Note what the forward pass needs; called whenever ``used`` may have changed."""
 
-    def adapter_parameters(self, name: str) -> Iterator[tuple[str, nn.Parameter]]:
-        """One adapter's parameters, by their names in this layer."""
-        for holder, child in self._holders():
-            if name not in child:
+    def initialize(self, name: str) -> None:
+        """Fill what depends on the base's values and the adapter's, which are all there.
+
+        Called once for each new adapter, after ``reset_parameters`` of its modules and after the
+        base's values are known. It may change the base.
+        """
+
+    def converted(
+        self, name: str, params: Any, tensors: Mapping[str, Tensor]
+    ) -> Mapping[str, Tensor]:
+        """The tensors of other settings, as they have to be to do the same with those held here.
+
+        Values that come in the place of a held adapter's leave a compiled model compiled. The
+        default takes the same settings, apart from what matters in training alone.
+
+        Args:
+            name: The adapter that is held.
+            params: The other's parameters here; None if it has no part here.
+            tensors: The other's, by their names in a file; empty if it has no part here.
+
+        Raises:
+            ConfigError: There are none that do the same.
+        """
+        method = self.adapters[name].method
+        if params is None:
+            raise ConfigError("it has no tensors for this module")
+        held, other = method.config(self.params[name]), method.config(params)
+        for key in sorted(held.keys() - PLACES - method.patterns.keys()):
+            if not method.same_result(key, other[key], held[key]):
+                raise ConfigError(f"{key} is {other[key]!r}, and {held[key]!r} in the model")
+        return tensors
+
+    def clash(self, names: Sequence[str]) -> str | None:
+        """Why several adapters that are held here cannot apply at once, or None."""
+        return None
+
+    # What the engine calls
+
+    def add(self, adapter: Adapter, params: Any) -> None:
+        """Make a new adapter's part; it is not active yet."""
+        self.adapters[adapter.name] = adapter
+        self.params[adapter.name] = params
+        self.add_adapter(adapter.name, params)
+
+    def remove(self, name: str) -> None:
+        """Forget an adapter."""
+        for _, holder in self._holders():
+            if name in holder:
+                del holder[name]
+        del self.adapters[name], self.params[name]
+        self.activate(tuple(n for n in self.active if n != name))
+
+    def activate(self, names: Sequence[str]) -> None:
+        """Choose the adapters that the forward pass applies."""
+        self.active = tuple(names)
+        self._resettle()
+
+    def enable(self, enabled: bool) -> None:
+        """Let the forward pass apply the active adapters, or none."""
+        self.enabled = enabled
+        self._resettle()
+
+    def _resettle(self) -> None:
+        self.used = self._applied()
+        self.settle()
+
+    def _applied(self) -> tuple[str, ...]:
+        return tuple(n for n in self.active if n in self.adapters) if self.enabled else ()
+
+    def adapter_parameters(self, name: str) -> Iterator[tuple[str, str, nn.Parameter]]:
+        """One adapter's parameters: the name in this module, the name in a file, the tensor.
+
+        ``lora_A.default.weight`` is ``lora_A.weight`` in a file.
+        """
+        for path, holder in self._holders():
+            if name not in holder:
                 continue
-            entry = child[name]
+            entry = holder[name]
             if isinstance(entry, nn.Parameter):
-                yield f"{holder}.{name}", entry
+                yield f"{path}.{name}", path, entry
             else:
                 for own, parameter in entry.named_parameters():
-                    yield f"{holder}.{name}.{own}", parameter
+                    yield f"{path}.{name}.{own}", f"{path}.{own}", parameter
 
-    def check(self) -> None:
+    def adapter_tensors(self, name: str) -> Iterator[tuple[str, str, Tensor]]:
+        """What an adapter's file holds of this module, as :meth:`adapter_parameters` gives it.
+
+        That is its parameters; where modules are saved whole, under all names of tied ones, and
+        with their buffers.
+        """
+        return self.adapter_parameters(name)
+
+    def _holders(self) -> Iterator[tuple[str, Any]]:
+        """The containers with an entry an adapter, by their paths in this module."""
+        return ((name, child) for name, child in self.named_children() if name != BASE_LAYER)
+
+    def check(self, prefix: str) -> None:
         """Check that the adapters' parameters are where they are looked for.
 
         Raises:
             PluginContractError: Some are not: they would not be trained, initialised or saved.
         """
+        prefix = self.prefix or prefix
         modules = {n: m for n, m in self.named_modules() if n.partition(".")[0] != BASE_LAYER}
         own = {n for n, _ in self.named_parameters() if n.partition(".")[0] != BASE_LAYER}
-        held = {n for name in self.adapters() for n, _ in self.adapter_parameters(name)}
+        held = {n for name in self.adapters for n, _, _ in self.adapter_parameters(name)}
         faults = [f"{name} is in no container with the adapter's name" for name in own - held]
         faults += [
-            f"{name} does not begin with the method's prefix {self.method.prefix!r}"
+            f"{name} does not begin with the prefix {prefix!r}"
             for name in own
-            if not name.startswith(self.method.prefix)
+            if not name.startswith(prefix)
         ]
         faults += [
             f"{name} has tensors, but lacks is_adapter or reset_parameters()"
@@ -94,8 +206,100 @@ class AdapterLayer(nn.Module):
                 f"{type(self).__module__}.{type(self).__qualname__}: {'; '.join(sorted(faults))}"
             )
 
-    def _holders(self) -> Iterator[tuple[str, Any]]:
-        return ((name, child) for name, child in self.named_children() if name != BASE_LAYER)
+
+class AdapterLayer(AdapterModule):
+    """Stands in for a layer of the model, and holds it, and the parameters of its adapters.
+
+    What the layer lacks, it takes from the base layer (``in_features``, ``weight``, ...), so that
+    the model's own code goes on as before. Calls have the base layer's arguments; the first
+    dimension of the first one is the batch's.
+    """
+
+    base_layer: nn.Module
+    changes: tuple[str, ...] = ("weight",)
+    """The tensors of :attr:`owner` that :meth:`merge_into` changes."""
+
+    def __init__(self, base_layer: nn.Module) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.training = base_layer.training
+        self.merged: tuple[str, ...] = ()
+        """The adapters that are merged into the model; some may not be held here."""
+        self.originals: dict[str, Tensor] = {}
+        """While adapters are merged: the tensors of :attr:`changes` that are not in place. These
+        are the owner's own ones, or the merged ones while the layer is not enabled.
+        """
+
+    @property
+    def owner(self) -> nn.Module:
+        """The model's own module, which owns the tensors of :attr:`changes`."""
+        owner = self.base_layer
+        while isinstance(owner, AdapterLayer):
+            owner = owner.base_layer
+        return owner
+
+    # What a method's own layers define
+
+    @classmethod
+    def fault(cls, base: nn.Module, params: Any) -> str | None:
+        """Why a base layer cannot have an adapter with these parameters, or None."""
+        return None
+
+    def merge_fault(self, name: str) -> str | None:
+        """Why an adapter cannot be merged into the base layer, or None."""
+        return None
+
+    def merge_into(self, tensors: Mapping[str, Tensor], name: str) -> None:
+        """Change tensors in place as an adapter changes what the base layer computes.
+
+        Args:
+            tensors: The base layer's, by the names of :attr:`changes`, in float32 or float64. Of
+                a sharded model they are whole, and so are the adapter's own for the while.
+            name: The adapter.
+        """
+        raise NotImplementedError
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the base layer, with the adapters of :attr:`used`."""
+        raise NotImplementedError
+
+    # What the engine calls
+
+    def enable(self, enabled: bool) -> None:
+        """See :meth:`AdapterModule.enable`. What is merged goes and comes back with the rest."""
+        if self.merged and enabled != self.enabled:
+            self.exchange()
+        super().enable(enabled)
+
+    def exchange(self) -> None:
+        """Put :attr:`originals` in place, and keep there what was.
+
+        Of sharded tensors the values change places, since ``fully_shard`` goes on using its own.
+        """
+        for name, other in self.originals.items():
+            held, own = self.holder(name)
+            if is_sharded(other):
+                with torch.no_grad():
+                    values = other.detach().clone()
+                    other.copy_(held[own])
+                    held[own].copy_(values)
+            else:
+                self.originals[name], held[own] = held[own], other
+
+    def holder(self, name: str) -> tuple[dict[str, Any], str]:
+        """Where the owner, or a module in it, holds a tensor, and the name there."""
+        path, _, own = name.rpartition(".")
+        module = self.owner.get_submodule(path)
+        return (module._buffers if own in module._buffers else module._parameters), own
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for tensor in self.originals.values():
+            tensor.data = fn(tensor.data)
+        return self
+
+    def _applied(self) -> tuple[str, ...]:
+        return () if self.merged else super()._applied()
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -106,12 +310,64 @@ class AdapterLayer(nn.Module):
             return getattr(self.base_layer, name)
 
 
+class ParameterLayer(AdapterLayer):
+    """Stands in for a module, to adapt one parameter that the module holds itself.
+
+    Args:
+        base_layer: The module; for a second parameter, the layer of the first one.
+        parameter: The parameter's name in the module.
+    """
+
+    def __init__(self, base_layer: nn.Module, parameter: str) -> None:
+        super().__init__(base_layer)
+        self.parameter = parameter
+        self.changes = (parameter,)
+
+    @classmethod
+    def fault(cls, base: nn.Module, params: Any, parameter: str = "") -> str | None:
+        """See :meth:`AdapterLayer.fault`; here it is asked about a parameter of the module."""
+        return None
+
+
+class ModelAdapter(AdapterModule):
+    """Adapts a model at its door: its inputs and outputs, and no layer of it.
+
+    It becomes a child of the model, which is not to be a child of it.
+
+    Args:
+        model: The model; it is not changed before :meth:`attach`.
+    """
+
+    child: ClassVar[str]
+    """What the child is called; it begins with the method's prefix."""
+    samples = False
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.hooks: list[RemovableHandle] = []
+        """What :meth:`attach` registered."""
+
+    @classmethod
+    def fault(cls, model: nn.Module, params: Any) -> str | None:
+        """Why a model cannot have an adapter with these parameters, or None."""
+        return None
+
+    def attach(self, model: nn.Module) -> None:
+        """Register the hooks; called once, when the module is in the model."""
+        raise NotImplementedError
+
+    def detach(self) -> None:
+        """Remove the hooks; called when the module leaves the model."""
+        for hook in self.hooks:
+            hook.remove()
+
+
 def _owns_tensors(module: nn.Module) -> bool:
     return bool([*module.parameters(recurse=False), *module.buffers(recurse=False)])
 
 
 class AdapterParameters(nn.ParameterDict):
-    """Parameters of a layer's adapters, one an adapter, that are initialised alike."""
+    """Parameters of adapters, one an adapter, that are initialised alike."""
 
     is_adapter = True
 
@@ -130,8 +386,9 @@ class AdapterParameters(nn.ParameterDict):
             self._fill(parameter)
 
     def _fill(self, parameter: Tensor) -> None:
-        with torch.no_grad():
-            self.initialize(parameter)
+        if not parameter.is_meta:
+            with torch.no_grad():
+                self.initialize(parameter)
 
 
 class TensorOptions(TypedDict):

@@ -7,59 +7,44 @@ In memory and in files the names are the peft library's: ``X.lora_A.default.weig
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import re
+from collections.abc import Mapping
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import Tensor
+from core_plugin.tensors import canonical_name as canonical_name
 
 BASE_LAYER = "base_layer"
 """What an adapter layer calls the layer that it stands in for."""
+
+SAVED = "modules_to_save"
+"""What the layer of a module that is trained whole calls its copies, one an adapter."""
 
 FILE_PREFIX = "base_model.model."
 """What the peft library's wrapper objects put before every name in a file."""
 
 
 def base_name(name: str) -> str:
-    """The name that a base parameter had before injection.
+    """The name that a parameter of the model had before injection, or that its copy was made from.
 
-    ``layers.0.q_proj.base_layer.weight`` was ``layers.0.q_proj.weight``; others are unchanged.
+    ``layers.0.q_proj.base_layer.weight`` was ``layers.0.q_proj.weight``, and
+    ``score.modules_to_save.default.weight`` is a copy of ``score.weight``; others are unchanged.
     """
-    return ".".join(part for part in name.split(".") if part != BASE_LAYER)
+    parts = iter(canonical_name(name).split("."))
+    kept = []
+    for part in parts:
+        if part == SAVED:
+            next(parts, None)  # the adapter's name
+        elif part != BASE_LAYER:
+            kept.append(part)
+    return ".".join(kept)
 
 
-def adapter_state(
-    state_dict: Mapping[str, Tensor], adapter_name: str, prefix: str = ""
-) -> dict[str, Tensor]:
-    """The tensors of one adapter by the names that they have in its file, sorted.
+def renamed(name: str, renames: Mapping[str, str]) -> str:
+    """A name from a file, as the architecture calls it now.
 
     Args:
-        state_dict: Whole tensors by in-memory name. Those of the base and of other adapters are
-            left out.
-        adapter_name: Which adapter.
-        prefix: The method's prefix. Without it, a base parameter is taken for the adapter's if
-            one of the modules on its path has the adapter's name.
+        name: The name in the file.
+        renames: See :attr:`core_plugin.types.model.BaseModel.renames`.
     """
-    state = {}
-    for name in sorted(state_dict):
-        split = split_name(name, adapter_name, prefix)
-        if split:
-            module, rest = split
-            state[FILE_PREFIX + ".".join([*module, *rest])] = state_dict[name]
-    return state
-
-
-def split_name(name: str, adapter_name: str, prefix: str) -> tuple[list[str], list[str]] | None:
-    """Split an adapter parameter's in-memory name where its adapter layer's own names begin.
-
-    Returns:
-        The path of the layer, and the rest without the adapter's name
-        (``X.lora_A.default.weight`` gives ``X`` and ``lora_A.weight``); None for the name of
-        anything else.
-    """
-    parts = name.split(".")
-    for i in range(len(parts) - 1):
-        if parts[i].startswith(prefix) and parts[i + 1] == adapter_name:
-            return parts[:i], [parts[i], *parts[i + 2 :]]
-    return None
+    for pattern, replacement in renames.items():
+        name = re.sub(pattern, replacement, name)
+    return name

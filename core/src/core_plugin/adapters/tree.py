@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from torch import nn
 
-    from torch import nn
+from core_plugin.adapters.layer import AdapterLayer, ParameterLayer
+from core_plugin.tensors import WRAPPERS
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False, slots=True)
 class Site:
     """A module of a model. A module that is used twice is one site with two places."""
 
     module: nn.Module
+    base: nn.Module
+    """The model's own layer, inside the adapter layers if there are any."""
     in_block: bool
     """Whether it is inside one of a model's repeated blocks."""
-    paths: list[str] = dataclasses.field(default_factory=list)
-    places: list[tuple[nn.Module, str]] = dataclasses.field(default_factory=list)
+    model: nn.Module
+    """The whole model."""
+    paths: list[str]
+    """Its names in the model, without those of wrappers and of adapter layers."""
+    places: list[tuple[nn.Module, str]]
     """The parent, and the name there, for each of the paths."""
 
     @property
@@ -27,67 +32,66 @@ class Site:
         """The first of its paths, which is what messages call it."""
         return self.paths[0]
 
-    @property
-    def base(self) -> nn.Module:
-        """The model's own layer, inside an adapter layer if there is one."""
-        from core_plugin.adapters.layer import AdapterLayer
-
-        return self.module.base_layer if isinstance(self.module, AdapterLayer) else self.module
-
 
 def sites(model: nn.Module) -> list[Site]:
-    """The modules below the root, in their order; not those inside adapter layers."""
-    from core_plugin.adapters.layer import AdapterLayer
+    """The modules below the root, in their order; not those inside adapter layers.
 
+    What is below a module whose own parameter is adapted is the model's all the same.
+    """
     found: dict[int, Site] = {}
 
     def visit(parent: nn.Module, prefix: str, in_block: bool) -> None:
+        repeated = frozenset() if in_block else _repeated(parent)
         for name, child in parent._modules.items():
             if child is None:
                 continue
-            site = found.setdefault(id(child), Site(child, in_block))
-            site.paths.append(prefix + name)
-            site.places.append((parent, name))
-            if not isinstance(child, AdapterLayer):
-                visit(child, f"{prefix}{name}.", in_block or _is_block(parent, child))
+            is_block = in_block or type(child) in repeated
+            place = (parent, name)
+            if not WRAPPERS.isdisjoint(child._modules):
+                child, place = _unwrapped(child, place)
+            base = child
+            while isinstance(base, AdapterLayer):
+                base = base.base_layer
+            path = prefix + name
+            if site := found.get(id(child)):
+                site.paths.append(path)
+                site.places.append(place)
+            else:
+                found[id(child)] = Site(child, base, in_block, root, [path], [place])
+            if base._modules and (base is child or isinstance(child, ParameterLayer)):
+                visit(base, f"{path}.", is_block)
 
-    visit(model, "", False)
+    root, _ = _unwrapped(model, (model, ""))
+    visit(root, "", False)
     return list(found.values())
 
 
-def _is_block(parent: nn.Module, child: nn.Module) -> bool:
-    """Whether a module is an element of a list, or one of several of its type in a container."""
-    from torch import nn
+def _unwrapped(
+    module: nn.Module, place: tuple[nn.Module, str]
+) -> tuple[nn.Module, tuple[nn.Module, str]]:
+    """The module inside wrappers, and where to put another one in its place.
 
-    if isinstance(parent, nn.Sequential | nn.ModuleDict):
-        return sum(type(sibling) is type(child) for sibling in parent.children()) > 1
-    return isinstance(parent, nn.ModuleList)
-
-
-def linear_layers(model_sites: Sequence[Site]) -> list[Site]:
-    """Every ``nn.Linear`` apart from the output head.
-
-    The head is a Linear whose weight is tied to an Embedding's, or one outside the repeated
-    blocks with as many outputs as some Embedding has rows. What ``nn.MultiheadAttention`` holds
-    is left out too: it is never called, only its weight is read.
+    A compiled module calls what it was made with, whatever its attribute is later. So what is put
+    there takes the place of the compiled module itself.
     """
-    from torch import nn
+    while inner := next((name for name in module._modules if name in WRAPPERS), None):
+        place = place if inner == "_orig_mod" else (module, inner)
+        module = module.get_submodule(inner)
+    return module, place
 
-    embeddings = [s.base for s in model_sites if isinstance(s.base, nn.Embedding)]
-    tied = {id(e.weight) for e in embeddings}
-    rows = {e.num_embeddings for e in embeddings}
-    return [
-        site
-        for site in model_sites
-        if isinstance(site.base, nn.Linear)
-        and id(site.base.weight) not in tied
-        and (site.in_block or site.base.out_features not in rows)
-        and not weight_is_read(site)
-    ]
+
+def _repeated(parent: nn.Module) -> frozenset[type]:
+    """The types of a parent's repeated blocks.
+
+    These are the elements of a list, or several of one type in a container.
+    """
+    if not isinstance(parent, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
+        return frozenset()
+    counts = collections.Counter(map(type, parent._modules.values()))
+    least = 1 if isinstance(parent, nn.ModuleList) else 2
+    return frozenset(kind for kind, count in counts.items() if count >= least)
 
 
 def weight_is_read(site: Site) -> bool:
     """Whether a module's parent reads its weight and never calls it."""
-    from torch import nn
-
     return any(isinstance(parent, nn.MultiheadAttention) for parent, _ in site.places)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from core_plugin.errors import ConfigError
 from core_plugin.params import require
@@ -15,6 +16,14 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import nn
+
+
+_ADAPTER_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "ia3": {
+        "target_modules": ["k_proj", "v_proj", "down_proj"],
+        "feedforward_modules": ["down_proj"],
+    }
+}
 
 
 class Decoder(BaseModel):
@@ -100,6 +109,16 @@ class Decoder(BaseModel):
     def blocks(model: nn.Module) -> Sequence[nn.Module]:
         """The decoder layers, in order."""
         return list(model.get_submodule("model.layers").children())
+
+    @staticmethod
+    def adapter_defaults(method: str) -> Mapping[str, Any]:
+        """Of IA³, what its paper adapts: keys, values, and what enters the last projection."""
+        return _ADAPTER_DEFAULTS.get(method, {})
+
+    @staticmethod
+    def untied(params: Params) -> Params:
+        """The same with an output projection of its own."""
+        return dataclasses.replace(params, tie_embeddings=False)
 
     @staticmethod
     def weights(params: Params) -> Sequence[str]:

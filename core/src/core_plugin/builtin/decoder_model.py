@@ -147,21 +147,19 @@ class CausalLM(nn.Module):
 
     def __init__(self, params: Decoder.Params, vocabulary_size: int) -> None:
         super().__init__()
-        self.tied = params.tie_embeddings
         self.model = Stack(params, vocabulary_size)
         self.lm_head = Projection(params.hidden_size, vocabulary_size, params.initializer_std)
-        self._tie()
+        if params.tie_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """``[batch, sequence]`` to ``[batch, sequence, vocabulary]``."""
         return self.lm_head(self.model(input_ids))  # type: ignore[no-any-return]
 
-    def _tie(self) -> None:
-        if self.tied:
-            self.lm_head.weight = self.model.embed_tokens.weight
-
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> CausalLM:
-        # torch replaces each module's parameter by one of its own on the way from meta to a device
+        tied = self.lm_head.weight is self.model.embed_tokens.weight
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._tie()
+        # torch replaces each module's parameter by one of its own on the way from meta to a device
+        if tied and self.lm_head.weight is not self.model.embed_tokens.weight:
+            self.lm_head.weight = self.model.embed_tokens.weight
         return self

@@ -11,12 +11,10 @@ from core_plugin import __version__, discovery, policy
 from core_plugin.cli.arguments import Json
 from core_plugin.cli.listing import state_of
 from core_plugin.cli.output import print_json
-from core_plugin.config import SLOTS
+from core_plugin.config import PLUGIN_TYPES
 from core_plugin.discovery import Problem
 from core_plugin.errors import CorePluginError
 from core_plugin.params import near
-
-_TYPES = {slot.plugin_type.type_name: slot.plugin_type for slot in SLOTS.values()}
 
 
 def doctor(
@@ -75,20 +73,20 @@ def _group_problems() -> Iterator[Problem]:
     """What looks like a mistyped group: a package may have plugin types of its own."""
     for candidate in discovery.scan().candidates:
         type_name = candidate.type_name
-        if type_name not in _TYPES and (close := near(type_name, _TYPES)):
+        if type_name not in PLUGIN_TYPES and (close := near(type_name, PLUGIN_TYPES)):
             message = f"{candidate.name}: core-plugin has no plugin type {type_name}"
             yield Problem(candidate.distribution.location, message, f"did the author mean {close}?")
 
 
 def _load_problems() -> Iterator[Problem]:
     for candidate in discovery.scan().candidates:
-        if candidate.type_name not in _TYPES or state_of(candidate)[0] not in (
+        if candidate.type_name not in PLUGIN_TYPES or state_of(candidate)[0] not in (
             "usable",
             "qualified",
         ):
             continue
         try:
-            _TYPES[candidate.type_name](candidate.qualified_name).resolve()
+            PLUGIN_TYPES[candidate.type_name](candidate.qualified_name).resolve()
         except CorePluginError as error:
             distribution = candidate.distribution
             fix = f"re-install or upgrade {distribution.name}"

@@ -9,7 +9,7 @@ import typer
 from core_plugin import discovery, policy
 from core_plugin.cli.arguments import Json
 from core_plugin.cli.output import console, print_json
-from core_plugin.config import SLOTS
+from core_plugin.config import PLUGIN_TYPES
 from core_plugin.discovery import Candidate
 from core_plugin.params import near
 
@@ -45,7 +45,7 @@ def list_plugins(
 
 
 def _check_type(plugin_type: str | None) -> None:
-    known = {slot.plugin_type.type_name for slot in SLOTS.values()}
+    known = set(PLUGIN_TYPES)
     known |= {c.type_name for c in discovery.scan().candidates}
     if plugin_type not in (None, *known):
         close = near(str(plugin_type), known)

@@ -128,7 +128,7 @@ class Conformance:
             raise pytest.UsageError(f"{item.nodeid}: there is no level {plan.level}")
         if plan.capability not in {None, *subject_type.capability_names()}:
             raise pytest.UsageError(f"{item.nodeid}: there is no capability {plan.capability!r}")
-        if plan.only not in {None, *subject_type.all_kinds}:
+        if plan.only and plan.only not in subject_type.all_kinds:
             raise pytest.UsageError(f"{item.nodeid}: there is no kind {plan.only!r}")
         return plan
 
@@ -136,7 +136,7 @@ class Conformance:
         yield self.subject.name.rpartition(":")[2]
         if "accelerator" in self._kinds:
             yield "accelerator"
-        if not plan.offline:
+        if self.suite.subject_type.hardware and not plan.offline:
             yield "hardware"
 
     # Running
@@ -150,7 +150,8 @@ class Conformance:
         case = self._cases[plan.name]
         started = time.perf_counter()
         if plan.only and plan.only not in self._kinds:
-            case.result, case.reason = "not for it", f"it is for a {plan.only} device"
+            told = self.suite.subject_type.all_kinds[plan.only]
+            case.result, case.reason = "not for it", f"it is for {told}"
         elif plan.ranks > 1 and not self.subject.groups:
             case.result, case.reason = "not declared", "no collective library is declared"
         else:

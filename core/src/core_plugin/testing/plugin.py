@@ -21,7 +21,7 @@ MARKERS = (
     "requires(capability): what a plugin declares if it passes the case",
     "ranks(number): run in that many processes, which form a process group",
     "fresh: run in processes of its own, without a process group, in which nothing is set up",
-    "only(kind): for plugins of a kind",
+    "only(kind): for plugins of that kind alone",
     "offline: needs no hardware",
     "in_place: run in pytest's own process",
     "timeout_s(seconds): the time limit of a case",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import tokenizers
@@ -13,8 +15,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from core_plugin import state
+from core_plugin import state, tensors
 from core_plugin.config import RunConfig
+from core_plugin.devices import autocast
 from core_plugin.errors import (
     ConfigError,
     PluginContractError,
@@ -103,11 +106,15 @@ def make_tokenizer(config: RunConfig, world: World) -> tokenizers.Tokenizer:
     with world.together("making the tokenizer", TrainingError):
         text = None
         if world.rank == 0:
-            model, data = config["model"], config["data"]
-            tokenizer = model.implementation.tokenizer(model.params)
-            tokenizer = tokenizer or data.implementation.tokenizer(data.params)
-            text = tokenizer.to_str()
+            text = tokenizer_of(config).to_str()
     return tokenizers.Tokenizer.from_str(world.from_first(text))
+
+
+def tokenizer_of(config: RunConfig) -> tokenizers.Tokenizer:
+    """The model's own tokenizer or the data's."""
+    model, data = config["model"], config["data"]
+    own: tokenizers.Tokenizer | None = model.implementation.tokenizer(model.params)
+    return own or data.implementation.tokenizer(data.params)
 
 
 def build_model(config: RunConfig, vocabulary_size: int) -> nn.Module:
@@ -118,7 +125,9 @@ def build_model(config: RunConfig, vocabulary_size: int) -> nn.Module:
         for kernel in config.selections["kernels"]:
             model = kernel.implementation(model, kernel.params)
         if (peft := config.get("peft")) is not None:
-            peft.implementation.adapt(model, peft.params)
+            method = peft.implementation
+            defaults = chosen.implementation.adapter_defaults(method.peft_type.lower())
+            method.adapt(model, peft.params, defaults)
     return model  # type: ignore[no-any-return]
 
 
@@ -144,8 +153,9 @@ def shard_model(
         device,
         config.train.seed,
         architecture.implementation.initialize,
-        peft.implementation.base_name if peft else state.canonical_name,
+        peft.implementation.base_name if peft else tensors.canonical_name,
         architecture.implementation.weights(architecture.params),
+        architecture.implementation.renames,
     )
     total = sum(p.numel() for p in model.parameters())
     backend = config["device"].implementation.backend(config["device"].params)
@@ -159,6 +169,9 @@ def shard_model(
     )
     sharded = strategy.implementation.shard_model(model, strategy.params, context)
     _check_sharding(strategy, sharded, device, world, total)
+    if peft is not None and (start := getattr(peft.params, "weights", None)):
+        unwrapped = strategy.implementation.unwrap_model(sharded)
+        peft.implementation.load(Path(start), unwrapped, architecture.implementation.renames)
     return sharded  # type: ignore[no-any-return]
 
 
@@ -168,19 +181,19 @@ def _check_sharding(
     """Check that the strategy did what it declares, on the device that was asked for."""
     strategy, name = chosen.implementation, chosen.route.name
     unwrapped = strategy.unwrap_model(model)
-    tensors = state.model_tensors(unwrapped)
-    on_meta = sorted(n for n, t in tensors.items() if t.is_meta)
-    elsewhere = sorted(n for n, t in tensors.items() if t.device.type != device.type)
+    made = tensors.model_tensors(unwrapped)
+    on_meta = sorted(n for n, t in made.items() if t.is_meta)
+    elsewhere = sorted(n for n, t in made.items() if t.device.type != device.type)
     if on_meta:
         raise PluginContractError(
             f"the strategy {name!r} left {on_meta[0]} on meta, without values"
         )
     if elsewhere:
         raise PluginContractError(
-            f"the strategy {name!r} put {elsewhere[0]} on {tensors[elsewhere[0]].device}, "
+            f"the strategy {name!r} put {elsewhere[0]} on {made[elsewhere[0]].device}, "
             f"not on {device}"
         )
-    held = sum(state.local(p).numel() for p in unwrapped.parameters())
+    held = sum(tensors.local(p).numel() for p in unwrapped.parameters())
     if strategy.capabilities.sharded_state and world.size > 1 and held >= total:
         raise PluginContractError(
             f"the strategy {name!r} declares sharded_state, but this rank holds all {total} "
@@ -220,6 +233,35 @@ def build(config: RunConfig, device: torch.device, world: World) -> Training:
         tokenizer=tokenizer,
         unlogged_loss=torch.zeros((), device=device),
     )
+
+
+PREPARATION_STEPS = 4
+"""How many steps' batches an adapter may start from."""
+
+
+def prepare_adapter(training: Training) -> None:
+    """Let a new adapter start from the data of the first steps, on all ranks alike."""
+    config = training.config
+    if (peft := config.get("peft")) is None:
+        return
+    whole = training.batches.undivided()
+    model = training.strategy.unwrap_model(training.model)
+    batches = (
+        {name: tensor.to(training.device) for name, tensor in batch.items()}
+        for step in range(PREPARATION_STEPS)
+        for batch in whole.step(step)
+    )
+    was_training = model.training
+    with torch.no_grad(), precision(training):
+        peft.implementation.prepare(model.eval(), peft.params, batches, training.architecture.loss)
+    model.train(was_training)
+
+
+def precision(training: Training) -> AbstractContextManager[Any]:
+    """What a forward pass runs in, so that it computes in the run's precision."""
+    if training.dtype == torch.float32 or training.strategy.capabilities.mixed_precision:
+        return nullcontext()
+    return autocast(training.device.type, training.dtype)
 
 
 def _batches(config: RunConfig, tokenizer: tokenizers.Tokenizer, world: World) -> Batches:

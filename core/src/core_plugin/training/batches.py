@@ -51,6 +51,10 @@ class Batches:
         self._first = rank * self._share
         self._permutation = functools.lru_cache(maxsize=2)(self._permutation_of)
 
+    def undivided(self) -> Batches:
+        """The same batches, as one rank alone would read them."""
+        return Batches(self._data, self._samples, self._seed, self._global, self._micro, 0, 1)
+
     @property
     def samples(self) -> int:
         """The number of samples in an epoch."""

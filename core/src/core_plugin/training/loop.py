@@ -8,7 +8,6 @@ import math
 import os
 import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ import torch.distributed as dist
 from core_plugin import config as run_config
 from core_plugin import provenance
 from core_plugin.config import RunConfig
-from core_plugin.devices import autocast
 from core_plugin.errors import PluginContractError, TrainingError
 from core_plugin.training import assembly, resume
 from core_plugin.training.assembly import Training
@@ -65,7 +63,13 @@ def _train_on(device: torch.device, config: RunConfig, world: World) -> Outcome:
 
     training = assembly.build(config, device, world)
     resume.seed_rank(config, world, 0)
-    if start is not None:
+    if start is None:
+        with (
+            world.together("preparing the adapter", TrainingError, collective=True),
+            resume.generators_kept(training),
+        ):
+            assembly.prepare_adapter(training)
+    else:
         with world.together(f"loading {start}", TrainingError, collective=True):
             resume.load(training, start)
     _tell_the_start(training, start)
@@ -178,7 +182,7 @@ class Stepper:
         self._gradient_sync = training.strategy.gradient_sync
         self._clip = training.strategy.clip_grad_norm
         self._max_norm = training.config.train.max_grad_norm
-        self._autocast = _autocast(training)
+        self._autocast = assembly.precision(training)
         averaged = training.strategy.capabilities.averages_gradients
         self._gradient_factor = training.world.size if averaged else 1
         self.grad_norm = torch.zeros(())
@@ -233,12 +237,6 @@ class Stepper:
                 loss = self._loss(training.model, batch)
             (loss * (self._gradient_factor / tokens)).backward()
         training.unlogged_loss += loss.detach()
-
-
-def _autocast(training: Training) -> AbstractContextManager[Any]:
-    if training.dtype == torch.float32 or training.strategy.capabilities.mixed_precision:
-        return nullcontext()
-    return autocast(training.device.type, training.dtype)
 
 
 class Log:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from core_plugin.adapters.layer import AdapterModule
+from core_plugin.adapters.names import renamed
 from core_plugin.errors import ConfigError
 from core_plugin.params import near
 
@@ -28,6 +31,7 @@ class Materializer:
         initialize: Fills what a module of the model owns itself.
         base_name: The name that a tensor had before adapters were added.
         weights: safetensors files with tensors by name.
+        renames: See :attr:`core_plugin.types.model.BaseModel.renames`.
     """
 
     def __init__(
@@ -38,6 +42,7 @@ class Materializer:
         initialize: Callable[[nn.Module], None],
         base_name: Callable[[str], str],
         weights: Sequence[str] = (),
+        renames: Mapping[str, str] | None = None,
     ) -> None:
         self._device = device
         self._seed = seed
@@ -52,7 +57,8 @@ class Materializer:
                 self._places[id(tensor)] += 1
         self._tied: dict[int, Tensor] = {}  # what is made, and not in all of its places yet
         self._meta: list[Tensor] = []  # keeps their ids from being used again
-        self._weights = _Weights(weights)
+        self._adapted: set[AdapterModule] = set()
+        self._weights = _Weights(weights, renames or {})
         self._weights.check(
             base_name(n) for n, _ in _persistent(model) if not _of_adapter(model, n)
         )
@@ -66,6 +72,22 @@ class Materializer:
                         self._fill(self._owners[id(tensor)])
                     if module is not self._owners[id(tensor)]:
                         self._put(module, name, tensor, self._tied[id(tensor)])
+        for module in part.modules():
+            if isinstance(module, AdapterModule) and module not in self._adapted:
+                self._initialize_adapters(module)
+
+    def _initialize_adapters(self, module: AdapterModule) -> None:
+        """Fill what depends on the base's values and the adapter's."""
+        self._adapted.add(module)
+        for name in module.adapters:
+            with self._seeded(f"{self._names[module]}.{name}"):
+                module.initialize(name)
+
+    @contextmanager
+    def _seeded(self, name: str) -> Iterator[None]:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(_seed(self._seed, name))
+            yield
 
     def _put(self, module: nn.Module, name: str, meta: Tensor, made: Tensor) -> None:
         """Put what was made for a tensor into one of its places; no more is held than is tied."""
@@ -86,8 +108,7 @@ class Materializer:
         adapter = getattr(module, "is_adapter", False)
         stored = {} if adapter else {n: f for n, f in names.items() if f in self._weights}
         if len(stored) < len(names):
-            with torch.random.fork_rng(devices=[]), torch.no_grad():
-                torch.manual_seed(_seed(self._seed, min(names.values())))
+            with self._seeded(min(names.values())):
                 module.reset_parameters() if adapter else self._initialize(module)  # type: ignore[operator]
         for name, full_name in stored.items():
             self._weights.read(full_name, getattr(module, name))
@@ -101,13 +122,16 @@ class Materializer:
 
 
 class _Weights:
-    """Tensors by name in safetensors files."""
+    """Tensors in safetensors files, by the names that they have now."""
 
-    def __init__(self, files: Sequence[str]) -> None:
+    def __init__(self, files: Sequence[str], renames: Mapping[str, str]) -> None:
         self._files: dict[str, str] = {}
+        self._stored: dict[str, str] = {}
         for file in files:
             with safe_open(file, framework="pt") as opened:
-                self._files |= dict.fromkeys(opened.keys(), file)
+                for stored in opened.keys():  # noqa: SIM118 (it is no mapping)
+                    name = renamed(stored, renames)
+                    self._files[name], self._stored[name] = file, stored
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
@@ -130,7 +154,7 @@ class _Weights:
 
     def read(self, name: str, target: Tensor) -> None:
         with safe_open(self._files[name], framework="pt") as opened:
-            tensor = opened.get_tensor(name)
+            tensor = opened.get_tensor(self._stored[name])
         if tensor.shape != target.shape:
             raise ConfigError(
                 f"{self._files[name]}: {name} has the shape {tuple(tensor.shape)}, "

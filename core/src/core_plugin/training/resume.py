@@ -60,7 +60,8 @@ def write(training: Training, directory: Path) -> None:
         trained = training.strategy.full_state_dict(training.model, True)
         with world.together(f"writing the adapter into {directory}", CheckpointError):
             if world.rank == 0:
-                peft.implementation.save(directory / "adapter", peft.params, trained)
+                model = training.strategy.unwrap_model(training.model)
+                peft.implementation.save(directory / "adapter", model, trained)
 
 
 def _rank_file(directory: Path, rank: int) -> Path:

@@ -8,10 +8,11 @@ from core_plugin.types.kernel import KernelPlugin
 from core_plugin.types.launcher import BaseLauncher, LauncherPlugin
 from core_plugin.types.model import BaseModel, ModelPlugin
 from core_plugin.types.optimizer import OptimizerPlugin
-from core_plugin.types.peft import BasePeft, PeftPlugin
+from core_plugin.types.peft import AdapterLayerPlugin, BasePeft, PeftPlugin
 from core_plugin.types.scheduler import SchedulerPlugin
 
 __all__ = [
+    "AdapterLayerPlugin",
     "BaseData",
     "BaseDevice",
     "BaseDistributed",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from core_plugin.contract import Implementation
 from core_plugin.plugin import BasePlugin
@@ -20,6 +20,11 @@ IGNORED = -100
 
 class BaseModel(Implementation, abstract=True):
     """An architecture: it describes a model on ``meta``, and says how its parts are initialised."""
+
+    renames: ClassVar[Mapping[str, str]] = {}
+    """What tensors were called in files that were written before the architecture was renamed:
+    regular expressions for a part of a name, and what to put in its place.
+    """
 
     @staticmethod
     @abstractmethod
@@ -45,6 +50,23 @@ class BaseModel(Implementation, abstract=True):
     def blocks(model: nn.Module) -> Sequence[nn.Module]:
         """The repeated blocks, outermost first: what a strategy shards, recomputes or compiles."""
         return ()
+
+    @staticmethod
+    def adapter_defaults(method: str) -> Mapping[str, Any]:
+        """What a PEFT method's parameters are where the run leaves them None.
+
+        Args:
+            method: The method's name, such as ``lora``.
+        """
+        return {}
+
+    @staticmethod
+    def untied(params: Any) -> Any:
+        """The parameters of the same model without tensors that several modules share.
+
+        A merged adapter can change a tensor for one of them. None: there is no such model.
+        """
+        return None
 
     @staticmethod
     def loss(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:

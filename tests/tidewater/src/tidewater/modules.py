@@ -67,15 +67,16 @@ class ScaledLinear(AdapterLayer):
 
     def add_adapter(self, name: str, params: KeelsonParams) -> None:
         """Make the scale."""
+        CALLS["add_adapter"] += 1
         self.noise = params.noise
         self.keelson_scale.add(name, (self.base_layer.out_features,), self.base_layer)
 
     def forward(self, x: Tensor) -> Tensor:
         """Scale the base layer's output."""
         output = self.base_layer(x)
-        if self.active is None:
-            return output
-        scale = 1 + self.keelson_scale[self.active]
-        if self.training and self.noise:
-            scale = scale + self.noise * torch.randn_like(scale)
-        return output * scale
+        for name in self.used:
+            scale = 1 + self.keelson_scale[name]
+            if self.training and self.noise:
+                scale = scale + self.noise * torch.randn_like(scale)
+            output = output * scale
+        return output

@@ -47,22 +47,17 @@ class Keelson(BasePeft):
     """Trains a scale for each output of a linear layer."""
 
     Params = KeelsonParams
+    peft_type = "KEELSON"
     prefix = "keelson_"
 
     @staticmethod
-    def layer(base: nn.Module, params: KeelsonParams) -> type[AdapterLayer] | None:
+    def layers() -> Mapping[type[nn.Module] | str, type[AdapterLayer]]:
         """``nn.Linear`` has a layer."""
         from torch import nn
 
         from tidewater.modules import ScaledLinear
 
-        CALLS["layer"] += 1
-        return ScaledLinear if isinstance(base, nn.Linear) else None
-
-    @staticmethod
-    def config(params: KeelsonParams) -> Mapping[str, Any]:
-        """The settings."""
-        return {"peft_type": "KEELSON", "noise": params.noise}
+        return {nn.Linear: ScaledLinear}
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
-from core_plugin import state
+from core_plugin import state, tensors
 from core_plugin.testing.device.subject import Subject
 
 RANKS = 2
@@ -152,17 +152,17 @@ def step(model: nn.Module, optimizer: Optimizer, share: Batch, device: torch.dev
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
     """The gradients by name, whole and on the CPU; collective if they are sharded."""
-    return {n: state.gather(p.grad).cpu().clone() for n, p in _named(model) if p.grad is not None}
+    return {n: tensors.gather(p.grad).cpu().clone() for n, p in _named(model) if p.grad is not None}
 
 
 def parameters(model: nn.Module) -> dict[str, Tensor]:
     """The parameters by name, whole and on the CPU; collective if they are sharded."""
-    return {n: state.gather(p.detach()).cpu().clone() for n, p in _named(model)}
+    return {n: tensors.gather(p.detach()).cpu().clone() for n, p in _named(model)}
 
 
 def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     unwrapped = model.module if isinstance(model, DistributedDataParallel) else model
-    return [(state.canonical_name(name), p) for name, p in unwrapped.named_parameters()]
+    return [(tensors.canonical_name(name), p) for name, p in unwrapped.named_parameters()]
 
 
 @functools.cache

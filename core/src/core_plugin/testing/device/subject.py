@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -28,7 +28,13 @@ class Subject:
     arguments: ClassVar[frozenset[str]] = frozenset(
         ("subject", "device", "other_device", "rank", "directory")
     )
-    all_kinds: ClassVar[frozenset[str]] = frozenset(("accelerator", "privateuse1"))
+    hardware: ClassVar[bool] = True
+    """Whether a case needs the hardware, unless it says otherwise."""
+    all_kinds: ClassVar[Mapping[str, str]] = {
+        "accelerator": "devices other than the CPU",
+        "privateuse1": "devices in torch's slot for those that it does not have",
+    }
+    """What ``only`` in a case can ask for, and what that is."""
 
     name: str
     params: Any
@@ -52,7 +58,7 @@ class Subject:
 
     @property
     def kinds(self) -> frozenset[str]:
-        """What ``only`` in a case can ask for."""
+        """Which of them the device is."""
         kinds = {"accelerator"} if self.backend.name != "cpu" else set()
         if issubclass(self.implementation, PrivateUse1Device):
             kinds.add("privateuse1")

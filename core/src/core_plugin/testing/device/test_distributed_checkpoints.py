@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, zeros
 
-from core_plugin import state
-from core_plugin.testing.device.children import run_python
+from core_plugin import state, tensors
+from core_plugin.testing.children import run_python
 from core_plugin.testing.device.comparison import normal
 from core_plugin.testing.device.models import (
     RANKS,
@@ -75,7 +75,7 @@ def test_training_goes_on_from_a_checkpoint(
     dist.barrier()
     state.load(resumed, other, directory / "saved", include_frozen=True)
     step(resumed, other, batch(), device)
-    assert {state.local(p).device for p in resumed.parameters()} == {device}
+    assert {tensors.local(p).device for p in resumed.parameters()} == {device}
     assert_close(parameters(resumed), parameters(model))
 
 
@@ -151,5 +151,5 @@ def test_a_whole_state_dict_from_one_rank(
     doubled = {name: tensor * 2 for name, tensor in full.items()}
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, doubled, options=options)
-    assert {state.local(p).device for p in model.parameters()} == {device}
+    assert {tensors.local(p).device for p in model.parameters()} == {device}
     assert_close(parameters(model), {n: 2 * p for n, p in parameters(network()).items()})

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from core_plugin import state
+from core_plugin import state, tensors
 from core_plugin.testing.device.memory import gives_back
 from core_plugin.testing.device.models import (
     MAX_NORM,
@@ -56,7 +56,7 @@ def test_training_with_replicas(
     """A mesh of replicas and shards gives the results of one process."""
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
     model = sharded(network(), subject, device, mesh)
-    held = sum(state.local(p).numel() for p in model.parameters())
+    held = sum(tensors.local(p).numel() for p in model.parameters())
     whole = sum(p.numel() for p in model.parameters())
     assert (held == whole) == (shape[1] == 1), f"a rank holds {held} of {whole} elements"
     assert_trained_alike(train(model, batch(rank), device), reference())
@@ -114,7 +114,7 @@ def test_a_model_from_the_meta_device(subject: Subject, device: torch.device, ra
     sharded(model, subject, device).to_empty(device=device)
     values = dict(network().named_parameters())
     for name, parameter in model.named_parameters():
-        state.copy_full(parameter, values[name].detach())
+        tensors.copy_full(parameter, values[name].detach())
     assert_close(parameters(model), values)
     assert_trained_alike(train(model, batch(rank), device), reference())
 
@@ -210,7 +210,7 @@ def test_the_norm_is_that_of_the_whole(subject: Subject, device: torch.device, r
     loss(model, batch(rank), device).backward()
     norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
     norms: list[Tensor | None] = [None] * RANKS
-    dist.all_gather_object(norms, state.gather(norm).cpu())
+    dist.all_gather_object(norms, tensors.gather(norm).cpu())
     expected = torch.cat([g.flatten() for g in whole_gradients().values()])
     whole = torch.linalg.vector_norm(expected)
     assert_close(dict(enumerate(norms)), dict.fromkeys(range(RANKS), whole))  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from core_plugin.devices import parse_device
-from core_plugin.testing.device.children import RAISED, RETURNED, exit_code_of_fork
+from core_plugin.testing.children import RAISED, RETURNED, exit_code_of_fork
 from core_plugin.testing.device.subject import Subject
 from core_plugin.testing.device.values import assert_equal, synchronize
 from core_plugin.types import PrivateUse1Device

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from core_plugin.adapters.layer import AdapterLayer, AdapterParameters
+from core_plugin.adapters.layer import Adapter, AdapterLayer, AdapterParameters
 from core_plugin.testing.device.comparison import normal
-from core_plugin.types.peft import ADAPTER
+from core_plugin.types.peft import ADAPTER, BasePeft
 
 pytestmark = pytest.mark.level(1)
 
@@ -117,9 +117,10 @@ class _LowRank(AdapterLayer):
         self.low_b.add(name, (self.out_features, 2), self.base_layer)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The base layer's output and the active adapter's."""
-        added = x @ self.low_a[ADAPTER].T @ self.low_b[ADAPTER].T
-        output: Tensor = self.base_layer(x) + added
+        """The base layer's output and the active adapters'."""
+        output: Tensor = self.base_layer(x)
+        for name in self.used:
+            output = output + x @ self.low_a[name].T @ self.low_b[name].T
         return output
 
 
@@ -127,14 +128,14 @@ def test_an_adapter_is_made_where_its_base_layer_is(device: torch.device) -> Non
     """An adapter for a layer on the device is on it, changes nothing at first, and is trained."""
     base = nn.Linear(6, 3).to(device).requires_grad_(False)
     layer = _LowRank(base)
-    layer.add_adapter(ADAPTER, None)
-    layer.activate(ADAPTER)
-    adapter = dict(layer.adapter_parameters(ADAPTER))
-    assert {p.device for p in adapter.values()} == {device}
+    layer.add(Adapter(ADAPTER, BasePeft, None), None)
+    layer.activate([ADAPTER])
+    adapter = [parameter for _, _, parameter in layer.adapter_parameters(ADAPTER)]
+    assert {p.device for p in adapter} == {device}
     x = normal(2, 6).to(device)
     torch.testing.assert_close(layer(x), base(x))
 
-    optimizer = torch.optim.SGD(adapter.values(), lr=0.1)
+    optimizer = torch.optim.SGD(adapter, lr=0.1)
     layer(x).pow(2).sum().backward()
     optimizer.step()
     assert not torch.allclose(layer(x), base(x)), "a step changed nothing"

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from core_plugin.testing.device.children import RETURNED, exit_code_of_fork
+from core_plugin.testing.children import RETURNED, exit_code_of_fork
 from core_plugin.testing.device.models import RANKS
 from core_plugin.testing.device.subject import Subject
 

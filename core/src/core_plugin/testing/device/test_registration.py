@@ -13,7 +13,7 @@ from core_plugin import discovery, privateuse1
 from core_plugin.errors import PluginConflictError, PluginContractError
 from core_plugin.privateuse1 import DeviceBackend, requirements
 from core_plugin.privateuse1.registration import FREE
-from core_plugin.testing.device.children import run_python
+from core_plugin.testing.children import run_python
 from core_plugin.testing.device.subject import Subject
 from core_plugin.testing.device.values import assert_equal
 from core_plugin.types import DevicePlugin, PrivateUse1Device

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from core_plugin.testing.device.children import run_python
+from core_plugin.testing.children import run_python
 from core_plugin.testing.device.comparison import normal
 
 pytestmark = pytest.mark.level(1)
