@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from core_plugin import CorePluginError, __version__
-from core_plugin.cli import conformance, doctor, info, listing, schema, train, validate
+from core_plugin.cli import conformance, doctor, export, info, listing, schema, train, validate
 from core_plugin.cli.arguments import Debug
 
 app = typer.Typer(
@@ -23,6 +23,7 @@ app.command("list")(listing.list_plugins)
 app.command("info")(info.info)
 app.command("doctor")(doctor.doctor)
 app.command("schema")(schema.schema)
+app.command("export")(export.export)
 app.command("test")(conformance.conformance)
 
 
