@@ -145,3 +145,48 @@ def test_ci_runs_the_command_of_the_readme() -> None:
     first, second = (b.strip() for b in blocks(README, "sh")[:2])
     assert first == f"{second} -s quickstart"
     assert second in (ROOT / ".ci/run").read_text(encoding="utf-8").splitlines()
+
+
+USE_OF_GATES = """
+import torch
+from torch import nn
+
+from core_plugin.adapters import inject, merge
+from core_plugin.types import PeftPlugin
+from acme_gates import Gates
+
+PeftPlugin("gates").register()(Gates)
+model = nn.Sequential(nn.Linear(3, 2, bias=False), nn.Linear(2, 4, bias=False))
+inject(model, Gates, Gates.Params(target_modules=["0"]))
+torch.nn.init.normal_(model[0].gates_factor["default"])
+x = torch.randn(5, 3)
+expected = model(x)
+merge(model)
+torch.testing.assert_close(model(x), expected)
+print([name for name, p in model.named_parameters() if p.requires_grad])
+"""
+
+
+def test_the_peft_method_of_the_docs_is_whole(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "plugins.md").read_text(encoding="utf-8")
+    section = page.split("## `core_plugin.peft`")[1].split("\n## ")[0]
+    method, layer = blocks(section, "python")
+    (tmp_path / "acme_gates.py").write_text(method)
+    (tmp_path / "acme_gates_layers.py").write_text(layer)
+    (tmp_path / "use.py").write_text(USE_OF_GATES)
+    done = subprocess.run(
+        [sys.executable, "use.py"],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.stdout == "['0.gates_factor.default']\n", done.stderr
+
+
+def test_the_files_that_the_docs_name_are_there() -> None:
+    for page in PAGES:
+        named = re.findall(r"`([\w./-]+/test_\w+\.py)`", page.read_text(encoding="utf-8"))
+        assert [name for name in named if not (ROOT / name).is_file()] == []

@@ -1,0 +1,322 @@
+"""Adapters: core-plugin's engine and LoRA against the peft library's.
+
+Injection into models on ``meta``; a training step over a frozen model, its time and the growth of
+its memory; merging in float32 and bfloat16; and the import. Both libraries work on models of one
+make, in turns, on one thread.
+
+Goals: ``all-linear`` into 20,000 layers at most 0.15 times, two names at most 0.1, a second
+adapter linear in the size; at most half of peft's surcharge on a step and 0.6 times the growth of
+its memory; a merge at most 0.5 times, in bfloat16 0.4; an import at most 0.3 s more than torch's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from common import cpu_seconds, in_turns, machine, output, ratio, spread, table
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import nn
+
+RANK = 16
+LIBRARIES = ("core-plugin", "peft")
+TWO_NAMES = ["q_proj", "v_proj"]
+VARIANTS: dict[str, str | list[str] | None] = {
+    "frozen model": None,
+    "two names": TWO_NAMES,
+    "all-linear": "all-linear",
+}
+
+
+def ours(model: nn.Module, targets: str | Sequence[str], name: str = "default") -> nn.Module:
+    """The model with core-plugin's LoRA."""
+    from core_plugin.adapters import add_adapter, inject
+    from core_plugin_lora.plugin import LoRA, LoRAParams
+
+    params = LoRAParams(target_modules=targets, r=RANK, lora_alpha=2 * RANK)
+    if name == "default":
+        return inject(model, LoRA, params, name)
+    add_adapter(model, LoRA, params, name)
+    return model
+
+
+def theirs(model: nn.Module, targets: str | Sequence[str], name: str = "default") -> nn.Module:
+    """The model with peft's LoRA; without memory for an adapter of a model without memory."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    config = LoraConfig(target_modules=targets, r=RANK, lora_alpha=2 * RANK)
+    on_meta = next(model.parameters()).is_meta
+    return inject_adapter_in_model(config, model, name, low_cpu_mem_usage=on_meta)
+
+
+ADAPT = {"core-plugin": ours, "peft": theirs}
+
+
+def mixture_of_experts(layers: int, experts: int) -> nn.Module:
+    """A decoder's modules, whose feed-forward parts have experts, on ``meta``; it never runs."""
+    import torch
+    from torch import nn
+
+    def linear(*names: str) -> dict[str, nn.Module]:
+        return {name: nn.Linear(64, 64, bias=False) for name in names}
+
+    def block() -> nn.Module:
+        attention = nn.ModuleDict(linear("q_proj", "k_proj", "v_proj", "o_proj"))
+        mixture = nn.ModuleDict(linear("gate"))
+        mixture["experts"] = nn.ModuleList(
+            nn.ModuleDict(linear("gate_proj", "up_proj", "down_proj")) for _ in range(experts)
+        )
+        return nn.ModuleDict({"self_attn": attention, "mlp": mixture})
+
+    with torch.device("meta"):
+        return nn.ModuleDict({"layers": nn.ModuleList(block() for _ in range(layers))})
+
+
+def cpu(function: Callable[[], Any]) -> float:
+    """CPU seconds of a call."""
+    gc.collect()
+    start = time.process_time()
+    function()
+    return time.process_time() - start
+
+
+def injection(repeats: int) -> None:
+    """Print the times of injecting into a large mixture of experts."""
+    layers, experts = 52, 128
+    rows = []
+    for title, targets in list(VARIANTS.items())[1:]:
+        times = in_turns(
+            {
+                library: lambda adapt=adapt, targets=targets: timed_injection(
+                    adapt, targets, layers, experts
+                )
+                for library, adapt in ADAPT.items()
+            },
+            repeats,
+        )
+        rows.append(compared(title, times, 3))
+    count = layers * (5 + 3 * experts)
+    table(f"Injection into {count:,} linear layers on meta: CPU seconds", HEADER, rows)
+
+    rows = []
+    for layers in (4, 8, 16, 32):
+        times = in_turns(
+            {
+                library: lambda adapt=adapt, layers=layers: timed_second(adapt, layers)
+                for library, adapt in ADAPT.items()
+            },
+            1,
+        )
+        rows.append(compared(f"{layers * (5 + 3 * 32):,} layers", times, 3))
+    table("A second adapter on all linear layers: CPU seconds", HEADER, rows)
+
+
+HEADER = ("what", *LIBRARIES, "ratio")
+
+
+def compared(title: str, results: dict[str, list[float]], digits: int) -> list[str]:
+    mine, other = (results[library] for library in LIBRARIES)
+    return [title, spread(mine, digits), spread(other, digits), ratio(mine, other)]
+
+
+def timed_injection(adapt: Callable, targets: Any, layers: int, experts: int) -> float:
+    model = mixture_of_experts(layers, experts)
+    return cpu(lambda: adapt(model, targets))
+
+
+def timed_second(adapt: Callable, layers: int) -> float:
+    model = adapt(mixture_of_experts(layers, 32), "all-linear")
+    return cpu(lambda: adapt(model, "all-linear", "second"))
+
+
+# A training step
+
+
+def llama(dtype: str = "float32") -> nn.Module:
+    """A small Llama of Hugging Face's, frozen, through which gradients flow."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=2048,
+        hidden_size=512,
+        intermediate_size=1376,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        use_cache=False,
+    )
+    model = LlamaForCausalLM(config).to(getattr(torch, dtype)).requires_grad_(False)
+    model.enable_input_require_grads()
+    return model
+
+
+def stepper(library: str, targets: Any, dtype: str = "float32") -> Callable[[], None]:
+    """A forward and backward pass of 4 x 256 tokens."""
+    import torch
+
+    model = llama(dtype)
+    if targets is not None:
+        model = ADAPT[library](model, targets)
+    model.train()
+    tokens = torch.randint(0, 2048, (4, 256), generator=torch.Generator().manual_seed(0))
+
+    def step() -> None:
+        for parameter in model.parameters():
+            parameter.grad = None
+        model(input_ids=tokens, labels=tokens).loss.backward()
+
+    return step
+
+
+def step_time(repeats: int) -> None:
+    """Print the times of a step, as ratios to the frozen model's."""
+    steps = {("frozen model", ""): stepper("", None)}
+    for title, targets in list(VARIANTS.items())[1:]:
+        for library in LIBRARIES:
+            steps[title, library] = stepper(library, targets)
+    times = in_turns({key: lambda step=step: cpu(step) for key, step in steps.items()}, repeats)
+    base = times["frozen model", ""]
+    rows = [["frozen model", "", spread((1000 * t for t in base), 0), "1", ""]]
+    for (title, library), values in list(times.items())[1:]:
+        over = min(values) / min(base) - 1
+        cells = [title, library, spread((1000 * t for t in values), 0), ratio(values, base)]
+        rows.append([*cells, f"{over:.3f}"])
+    table(
+        "A step over a frozen Llama, 8 layers of 512: CPU milliseconds",
+        ("targets", "library", "time", "of the frozen model's", "surcharge"),
+        rows,
+    )
+
+
+def step_memory() -> None:
+    """Print how much memory a step takes over what the model takes, each in a process."""
+    rows = []
+    for dtype in ("float32", "bfloat16"):
+        for title, targets in VARIANTS.items():
+            cells = []
+            for library in LIBRARIES if targets else LIBRARIES[:1]:
+                command = [sys.executable, __file__, "--memory-of", library, title, dtype]
+                cells.append(float(output(command, {"OMP_NUM_THREADS": "1"})))
+            cells += cells[:1] if len(cells) == 1 else []
+            figures = [f"{cell:.0f}" for cell in cells]
+            rows.append([f"{title}, {dtype}", *figures, f"{cells[0] / cells[1]:.3f}"])
+    table("The growth of memory in a step: MiB", HEADER, rows)
+
+
+def memory_of(library: str, title: str, dtype: str) -> None:
+    """Print the growth of the resident memory in a second step, in MiB."""
+    step = stepper(library, VARIANTS[title], dtype)
+    step()
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident("VmRSS")
+    step()
+    print(resident("VmHWM") - before)
+
+
+def resident(which: str) -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(which)) / 1024
+
+
+# Merging
+
+
+def merging(repeats: int) -> None:
+    """Print the times of merging and unmerging 28 layers of 45 million weights."""
+    import torch
+
+    from core_plugin.adapters import merge, unmerge
+
+    rows = []
+    for dtype in (torch.float32, torch.bfloat16):
+        mine = random_adapter(ours(large_layers(dtype), "all-linear"))
+        other = random_adapter(theirs(large_layers(dtype), ".*"))
+        layers = [module for module in other.modules() if hasattr(module, "unmerge")]
+        both = {
+            "core-plugin": lambda mine=mine: (cpu(lambda: merge(mine)), cpu(lambda: unmerge(mine))),
+            "peft": lambda layers=layers: (
+                cpu(lambda: [layer.merge() for layer in layers]),
+                cpu(lambda: [layer.unmerge() for layer in layers]),
+            ),
+        }
+        merged = in_turns(both, repeats)
+        name = str(dtype).removeprefix("torch.")
+        for which, title in enumerate(("merge", "unmerge")):
+            times = {k: [1000 * pair[which] for pair in v] for k, v in merged.items()}
+            rows.append(compared(f"{title}, {name}", times, 0))
+    table("Merging into 28 layers, 45 million weights: CPU milliseconds", HEADER, rows)
+
+
+def large_layers(dtype: Any) -> nn.Module:
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    shapes = [(1024, 1024)] * 16 + [(1024, 2368)] * 12
+    return nn.Sequential(*(nn.Linear(*shape, bias=False, dtype=dtype) for shape in shapes))
+
+
+def random_adapter(model: nn.Module) -> nn.Module:
+    import torch
+
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.02)
+    return model
+
+
+def importing(repeats: int) -> None:
+    """Print the CPU seconds of an import over those of torch's alone."""
+    ours = "import torch, core_plugin.adapters, core_plugin_lora.plugin, core_plugin_lora.linear"
+    imports = {"torch": "import torch", "core-plugin": ours, "peft": "import torch, peft"}
+    times = in_turns(
+        {
+            k: lambda code=code: cpu_seconds([sys.executable, "-c", code])
+            for k, code in imports.items()
+        },
+        repeats,
+    )
+    torch_alone = min(times["torch"])
+    rows = [[k, spread(v, 2), f"{min(v) - torch_alone:.2f}"] for k, v in times.items()]
+    table("Import: CPU seconds", ("what", "time", "over torch"), rows)
+
+
+PARTS = {
+    "injection": lambda repeats: injection(min(repeats, 3)),
+    "time": step_time,
+    "memory": lambda _: step_memory(),
+    "merging": merging,
+    "import": lambda repeats: importing(min(repeats, 5)),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("parts", nargs="*", help=f"which of {', '.join(PARTS)}; all if none")
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--memory-of", nargs=3, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    import torch
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    if arguments.memory_of:
+        memory_of(*arguments.memory_of)
+        return
+    print(machine())
+    for part in arguments.parts or PARTS:
+        PARTS[part](arguments.repeats)
+
+
+if __name__ == "__main__":
+    main()
