@@ -199,5 +199,5 @@ def wheels(session: nox.Session, package: Package) -> None:
 def bench(session: nox.Session) -> None:
     """Run the benchmarks."""
     install_tree(session, *group("test"))
-    for name in session.posargs or ("discovery", "dispatch", "first_step", "step_time"):
+    for name in session.posargs or ("discovery", "dispatch", "first_step", "step_time", "adapters"):
         session.run("python", f"benchmarks/{name}.py")

@@ -156,7 +156,7 @@ from core_plugin.types import PeftPlugin
 from acme_gates import Gates
 
 PeftPlugin("gates").register()(Gates)
-model = nn.Sequential(nn.Linear(3, 2, bias=False), nn.Linear(2, 4, bias=False))
+model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 4, bias=False))
 inject(model, Gates, Gates.Params(target_modules=["0"]))
 torch.nn.init.normal_(model[0].gates_factor["default"])
 x = torch.randn(5, 3)

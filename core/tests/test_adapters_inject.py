@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.utils.checkpoint import checkpoint
 
 from core_plugin.adapters import (
     adapters,
@@ -543,6 +544,49 @@ def test_an_encoder_in_evaluation_takes_padding_with_gradients_on() -> None:
     inject(m, Scale, PeftParams(target_modules=["linear1"]), "x")
     trained_mode = m.train().encoder(x, src_key_padding_mask=padding)
     torch.testing.assert_close(m.eval().encoder(x, src_key_padding_mask=padding), trained_mode)
+
+
+def test_parameters_of_another_kind_are_told() -> None:
+    with pytest.raises(TypeError, match="has parameters of the type PeftParams, got"):
+        inject(model(), Scale, {"r": 3})
+
+
+def test_a_model_that_changes_its_embeddings_in_place_is_trained() -> None:
+    class InPlace(Model):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            x = self.tokens(tokens)
+            x *= 2
+            for layer in self.layers:
+                x = layer(x)
+            return self.head(x)
+
+    m = InPlace()
+    inject(m, Scale, PeftParams(target_modules=["layers.1.q_proj"]))
+    m(TOKENS).sum().backward()
+    assert m.layers[1].q_proj.scale_vector["default"].grad is not None
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_model_that_says_it_checkpoints_gets_gradients_through_reentrant_ones(when: str) -> None:
+    class Checkpointing(Model):
+        gradient_checkpointing = False
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            x = self.tokens(tokens)
+            for layer in self.layers:
+                if self.gradient_checkpointing:
+                    x = checkpoint(layer, x, use_reentrant=True)
+                else:
+                    x = layer(x)
+            return self.head(x)
+
+    torch.manual_seed(0)
+    m = Checkpointing().train()
+    m.gradient_checkpointing = when == "before"
+    inject(m, Scale, PeftParams())
+    m.gradient_checkpointing = True
+    m(TOKENS).square().sum().backward()
+    assert all(p.grad.abs().sum() > 0 for p in m.parameters() if p.requires_grad)
 
 
 def test_a_layer_of_the_models_own_that_is_called_base_layer_is_refused() -> None:

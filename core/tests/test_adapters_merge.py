@@ -365,6 +365,13 @@ def test_what_is_disabled_is_put_aside_and_comes_back():
     assert_as_before(model, before)
 
 
+def test_what_is_merged_in_place_cannot_be_put_aside() -> None:
+    model = adapted("x")
+    merge(model, keep=False)
+    with pytest.raises(ConfigError, match="merged in place, and what was there before is not kept"):
+        disable_adapters(model)
+
+
 def disabled_output(model: nn.Module) -> Tensor:
     with disable_adapters(model):
         return model(X)

@@ -391,7 +391,8 @@ def test_biases_of_a_module_that_is_copied_are_not_trained_twice() -> None:
 
 def test_deleting_the_adapter_freezes_its_biases() -> None:
     m = biased("all")
-    delete_adapter(m, "x")
+    with pytest.warns(UserWarning, match="biases of the model itself, which keep their values"):
+        delete_adapter(m, "x")
     assert trained(m) == set()
 
 
@@ -585,10 +586,10 @@ def test_a_model_that_is_a_layer_itself_stays() -> None:
 
 
 def test_what_is_at_the_door_is_detached() -> None:
-    m = inject(model(), Door, object(), "x")
+    m = inject(model(), Door, PeftParams(), "x")
     expected = model()(TOKENS)
     torch.testing.assert_close(m(TOKENS), expected + 1)
-    add_adapter(m, Door, object(), "y")
+    add_adapter(m, Door, PeftParams(), "y")
     delete_adapter(m, "x")
     assert torch.equal(m(TOKENS), expected)
     set_adapter(m, "y")

@@ -70,12 +70,12 @@ def test_what_depends_on_the_base_goes_on_on_other_ranks(workspace, kind):
     )
 
 
-@pytest.mark.parametrize("strategy", ["none", "fsdp2"])
-def test_a_run_starts_from_an_adapter_that_another_one_left(workspace, strategy):
+@pytest.mark.parametrize(("strategy", "kind"), [("none", "eva"), ("fsdp2", "dora")])
+def test_a_run_starts_from_an_adapter_that_another_one_left(workspace, strategy, kind):
     ranks = 1 if strategy == "none" else 2
-    workspace.train(job(workspace, peft=LORA), directory="first")
+    workspace.train(job(workspace, peft=KINDS[kind]), directory="first")
     start = str(adapter_of(workspace, "first"))
-    document = job(workspace, strategy, peft={**LORA, "weights": start})
+    document = job(workspace, strategy, peft={**KINDS[kind], "weights": start})
     document["optimizer"] = {"name": "sgd", "lr": 1e-30}
     first = workspace.metrics("first")
     second = workspace.train(document, ranks)
@@ -91,6 +91,7 @@ def test_an_adapter_that_does_not_fit_ends_the_run_with_all_that_is_wrong(worksp
     document = job(workspace, peft={**LORA, "r": 4, "weights": start})
     code, output = workspace.run(["train", str(workspace.write(document, 1, "run"))])
     assert code == 1
+    assert "run.yaml:1: peft.weights: " in output
     assert "r: 2 in adapter_config.json, 4 in the model" in output
     assert "Traceback" not in output
 
@@ -114,7 +115,25 @@ def test_a_dry_run_tells_every_fault_of_the_rules(workspace):
     assert code == 2
     for part in ("did you mean q_proj", "has no layer for RMSNorm", "did you mean lm_head"):
         assert part in output
+    assert "run.yaml:1: peft.target_modules: no module is called 'q_prj'" in output
     assert "Traceback" not in output
+
+
+@pytest.mark.parametrize(
+    ("peft", "told"),
+    [
+        ({**LORA, "weights": "nowhere"}, "peft.weights: nowhere"),
+        ({"name": "ia3", "weights": "lora"}, "peft.weights: lora holds an adapter of lora, and"),
+    ],
+)
+def test_a_dry_run_looks_at_what_the_adapter_starts_from(workspace, peft, told):
+    (workspace.path / "lora").mkdir()
+    (workspace.path / "lora" / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    file = workspace.write(job(workspace, peft=peft), 1, "run")
+    code, output = workspace.run(["train", str(file), "--dry-run"])
+    assert code != 0
+    assert told in output
+    assert "run.yaml:1" in output
 
 
 def test_settings_of_an_adapter_are_in_its_file(workspace):

@@ -1,6 +1,7 @@
 """How a new adapter begins."""
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from core_plugin.adapters import disable_adapters, initialize, inject, merge
+from core_plugin.adapters import add_adapter, disable_adapters, initialize, inject, merge
 from core_plugin.errors import ConfigError
 from core_plugin_lora.initialization import principal
 from core_plugin_lora.plugin import LoRA, LoRAParams
@@ -194,8 +195,9 @@ def test_a_model_that_was_on_meta_begins_like_another(init: str) -> None:
     initialize(model)
     x = torch.randn(7, 12)
     torch.testing.assert_close(layer(x), reference(x), rtol=0, atol=3e-6)
-    with disable_adapters(model):
+    with warnings.catch_warnings(record=True, action="always") as told, disable_adapters(model):
         assert torch.equal(layer(x), reference(x)) == (init == "orthogonal")
+    assert len(told) == (init != "orthogonal")
 
 
 def test_a_weight_on_meta_has_no_principal_part() -> None:
@@ -216,3 +218,45 @@ def test_dora_begins_with_the_lengths_of_the_whole_weight(init: str) -> None:
     magnitude = layer.lora_magnitude_vector["default"].weight
     torch.testing.assert_close(magnitude.double(), weight.norm(dim=1), rtol=1e-5, atol=0)
     torch.testing.assert_close(layer(x), before, rtol=0, atol=5e-6)
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+
+def test_a_failure_half_way_gives_the_weights_back() -> None:
+    model = Pair()
+    with torch.no_grad():
+        model.second.weight[0, 0] = math.nan
+    before = model.first.weight.clone()
+    with pytest.raises(torch.linalg.LinAlgError):
+        inject(model, LoRA, LoRAParams(r=2, init_lora_weights="pissa"))
+    assert torch.equal(model.first.weight, before)
+    assert type(model.first) is nn.Linear
+
+
+def test_weights_that_others_use_are_not_changed() -> None:
+    model = Pair()
+    model.second.weight = model.first.weight
+    params = LoRAParams(target_modules=["first"], r=2, init_lora_weights="pissa")
+    with pytest.raises(ConfigError, match="first: a new adapter would change a weight that others"):
+        inject(model, LoRA, params)
+    nn.utils.parametrizations.weight_norm(model.first)
+    with pytest.raises(ConfigError, match="that is computed from others"):
+        inject(model, LoRA, params)
+
+
+def test_an_adapter_that_changes_the_base_is_alone() -> None:
+    changing, plain = LoRAParams(r=2, init_lora_weights="olora"), LoRAParams(r=2)
+    model = Pair()
+    inject(model, LoRA, plain)
+    with pytest.raises(
+        ConfigError, match="would change the weights that the adapters of the model"
+    ):
+        add_adapter(model, LoRA, changing, "second")
+    model = Pair()
+    inject(model, LoRA, changing)
+    with pytest.raises(ConfigError, match="an adapter that changed its weights"):
+        add_adapter(model, LoRA, plain, "second")

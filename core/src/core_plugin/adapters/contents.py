@@ -11,9 +11,8 @@ import safetensors
 import safetensors.torch
 from torch import Tensor, nn
 
-from core_plugin.adapters import settings
 from core_plugin.adapters.layer import Adapter, AdapterLayer, AdapterModule, ModelAdapter
-from core_plugin.adapters.names import FILE_PREFIX, SAVED, canonical_name
+from core_plugin.adapters.names import FILE_PREFIX, SAVED, canonical_name, renamed
 from core_plugin.adapters.saved import SavedModule
 from core_plugin.adapters.switch import biases
 from core_plugin.adapters.walk import adapters, modules, own_modules
@@ -169,7 +168,7 @@ def spelled(key: str, targets: Mapping[str, Any], renames: Mapping[str, str]) ->
     own = canonical_name(bare(key))
     if FILE_PREFIX + own in targets:
         return FILE_PREFIX + own
-    return FILE_PREFIX + settings.renamed(own, renames)
+    return FILE_PREFIX + renamed(own, renames)
 
 
 def bare(key: str) -> str:

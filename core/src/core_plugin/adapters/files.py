@@ -33,7 +33,7 @@ from core_plugin.adapters.inject import inject
 from core_plugin.adapters.switch import set_adapter
 from core_plugin.adapters.walk import modules
 from core_plugin.errors import CheckpointError
-from core_plugin.tensors import gather, model_tensors
+from core_plugin.tensors import gather, is_sharded, model_tensors
 
 if TYPE_CHECKING:
     from core_plugin.types.peft import BasePeft
@@ -66,7 +66,7 @@ def save_adapter(
     adapter, own = adapter_of(model, name), named_tensors(model, name)
     if tensors is None:
         whole = _gathered(own)
-        if dist.is_initialized() and dist.get_rank() != 0:
+        if any(map(is_sharded, own.values())) and dist.get_rank() != 0:
             return
     else:
         whole = _picked(model, own, tensors)

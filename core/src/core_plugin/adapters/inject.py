@@ -121,10 +121,13 @@ def add_adapter(
 def initialize(model: nn.Module) -> None:
     """Fill the adapters of a model whose own values are there: of one that was on ``meta``.
 
-    After ``to_empty`` and loading the model's weights, this gives every adapter the values that a
-    new one has.
+    After ``to_empty``, loading the model's weights and tying again what was tied, this gives every
+    adapter the values that a new one has.
     """
-    for _, module in modules(model):
+    held = [module for _, module in modules(model)]
+    for name in {name: None for module in held for name in module.adapters}:
+        _tie(model, [module for module in held if name in module.adapters], name)
+    for module in held:
         for part in module.modules():
             if getattr(part, "is_adapter", False):
                 part.reset_parameters()  # type: ignore[operator]
@@ -137,21 +140,36 @@ def _apply(prepared: Plan, check: Callable[[], None] | None = None) -> list[Adap
     for message in prepared.warnings:
         warnings.warn(message, stacklevel=4)
     name, made = prepared.adapter.name, _make(prepared)
+    changed = [m for m in made if m.changes_base(m.params[name]) and not on_meta(m)]
+    before = [(p, p.detach().clone()) for m in changed for p in _base_parameters(m)]
     _put_in(prepared, made)
     try:
-        if any(isinstance(module, SavedModule) for module in made):
-            tie_saved(prepared.model, name)
-        tie_rows(made, name)
+        _tie(prepared.model, made, name)
         if check is not None:
             check()
         for module in made:
             if type(module).initialize is not AdapterModule.initialize and not on_meta(module):
                 module.initialize(name)
     except BaseException:
-        delete_adapter(prepared.model, name)
+        for parameter, value in before:
+            parameter.data.copy_(value)
+        with warnings.catch_warnings(action="ignore"):
+            delete_adapter(prepared.model, name)
         raise
     let_gradients_through(prepared.model, prepared.sites)
     return made
+
+
+def _base_parameters(module: AdapterModule) -> Iterator[nn.Parameter]:
+    if isinstance(module, AdapterLayer):
+        yield from module.owner.parameters(recurse=False)
+
+
+def _tie(model: nn.Module, made: Sequence[AdapterModule], name: str) -> None:
+    """Let what the model shares be shared in the adapter too."""
+    if any(isinstance(module, SavedModule) for module in made):
+        tie_saved(model, name)
+    tie_rows(made, name)
 
 
 def _put_in(prepared: Plan, made: Sequence[AdapterModule]) -> None:

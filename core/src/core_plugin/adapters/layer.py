@@ -119,6 +119,11 @@ class AdapterModule(nn.Module):
         """Why several adapters that are held here cannot apply at once, or None."""
         return None
 
+    @classmethod
+    def changes_base(cls, params: Any) -> bool:
+        """Whether :meth:`initialize` changes the base's own weight."""
+        return False
+
     # What the engine calls
 
     def add(self, adapter: Adapter, params: Any) -> None:
@@ -247,6 +252,8 @@ class AdapterLayer(AdapterModule):
 
     def merge_fault(self, name: str) -> str | None:
         """Why an adapter cannot be merged into the base layer, or None."""
+        if type(self).merge_into is AdapterLayer.merge_into:
+            return f"a {type(self).__name__} cannot be merged"
         return None
 
     def merge_into(self, tensors: Mapping[str, Tensor], name: str) -> None:
@@ -270,6 +277,11 @@ class AdapterLayer(AdapterModule):
         if self.merged and enabled != self.enabled:
             self.exchange()
         super().enable(enabled)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether an adapter is merged in place, and what was there before is not kept."""
+        return bool(self.merged and set(self.merged) & self.adapters.keys() and not self.originals)
 
     def exchange(self) -> None:
         """Put :attr:`originals` in place, and keep there what was.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,7 +18,7 @@ from core_plugin.adapters.layer import (
     ParameterLayer,
 )
 from core_plugin.adapters.matching import Choice, choose
-from core_plugin.adapters.names import BASE_LAYER, SAVED, canonical_name
+from core_plugin.adapters.names import BASE_LAYER, SAVED, base_name, canonical_name
 from core_plugin.adapters.rules import some
 from core_plugin.adapters.saved import SavedModule
 from core_plugin.adapters.switch import trains_bias
@@ -72,6 +73,10 @@ def plan(
         PluginContractError: A layer class of the method is none.
     """
     method, params = adapter.method, adapter.params
+    if not isinstance(params, method.Params):
+        raise TypeError(
+            f"{method.__name__} has parameters of the type {method.Params.__name__}, got {params!r}"
+        )
     model_sites = sites(model)
     held = [*_held(model, model_sites)]
     faults = [*_name_faults(adapter.name), *_model_faults(held, adapter)]
@@ -90,13 +95,14 @@ def plan(
         rule_faults = list(choice.faults)
         warnings += choice.warnings
         if state_dict is not None:
-            found = _StateDict(state_dict, method, model_sites)
+            found = _StateDict(state_dict, method, model_sites, choice)
             faults += found.faults
             warnings += found.differences(choice)
             choice = dataclasses.replace(choice, targets=found.targets)
         adapter = dataclasses.replace(adapter, params=choice.params)
         targets, layer_faults = _Planner(method, model_sites).targets(choice)
         faults += layer_faults
+        faults += _changed_bases(targets, held, model_sites)
     faults = [f"peft: {fault}" for fault in faults] + rule_faults
     if faults:
         raise ConfigError("\n".join(faults))
@@ -156,6 +162,29 @@ def _site_faults(model_sites: Sequence[Site]) -> Iterator[str]:
         yield "the model is sharded already; inject adapters before it is"
 
 
+def _changed_bases(
+    targets: Sequence[Target], held: Sequence[AdapterModule], model_sites: Sequence[Site]
+) -> Iterator[str]:
+    """What is wrong with adapters whose initialisation changes the model's own weights."""
+    for module in held:
+        if any(module.changes_base(module.params[name]) for name in module.adapters):
+            yield "the model has an adapter that changed its weights when it was made; keep to that"
+            return
+    changing = [t for t in targets if _layer_of(t).changes_base(t.params)]
+    if changing and held:
+        yield "a new adapter would change the weights that the adapters of the model work on"
+    if changing:
+        owned = [id(p) for s in model_sites for p in s.base._parameters.values() if p is not None]
+        shared = {key for key, count in Counter(owned).items() if count > 1}
+        for target in changing:
+            if not shared.isdisjoint(map(id, target.site.base._parameters.values())):
+                yield f"{target.site.path}: a new adapter would change a weight that others share"
+
+
+def _layer_of(target: Target) -> type[AdapterLayer]:
+    return target.layer_class or cast("type[AdapterLayer]", type(target.site.module))
+
+
 def _described(method: type[BasePeft]) -> str:
     return f"{method.__module__}.{method.__qualname__}"
 
@@ -164,10 +193,16 @@ class _StateDict:
     """The modules that a file's tensors are for."""
 
     def __init__(
-        self, state_dict: Mapping[str, Any], method: type[BasePeft], model_sites: Sequence[Site]
+        self,
+        state_dict: Mapping[str, Any],
+        method: type[BasePeft],
+        model_sites: Sequence[Site],
+        choice: Choice,
     ) -> None:
         by_path = {path: site for site in model_sites for path in site.paths}
-        paths = dict.fromkeys(_layer_paths(state_dict, method.prefix))
+        read = {p: p.rpartition(".")[0] for p, s in by_path.items() if weight_is_read(s)}
+        found = (base_name(path) for path in _layer_paths(state_dict, method.prefix))
+        paths = dict.fromkeys(read.get(path, path) for path in found)
         missing = [path for path in paths if path not in by_path]
         self.faults = [
             f"the state dict is for {path}, which the model has not"
@@ -178,8 +213,9 @@ class _StateDict:
             self.faults.append(
                 f"the state dict has no tensor whose name has the prefix {method.prefix!r}"
             )
-        chosen = {id(by_path[p]): by_path[p] for p in paths if p in by_path}
-        self.targets = list(chosen.values())
+        owners = {site for site, _ in choice.parameters}  # of these the parameters have adapters
+        chosen = dict.fromkeys(by_path[path] for path in paths if path in by_path)
+        self.targets = [site for site in chosen if site not in owners]
 
     def differences(self, choice: Choice) -> Iterator[str]:
         """How what the parameters mean differs from the state dict, which is followed."""

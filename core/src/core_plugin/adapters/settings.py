@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from core_plugin.adapters.names import base_name
+from core_plugin.adapters.names import base_name, renamed
 from core_plugin.adapters.patterns import specificity
 from core_plugin.adapters.rules import endings, is_regex
 from core_plugin.errors import CheckpointError, ConfigError
@@ -96,13 +96,6 @@ def with_names_of_today(
 
     naming = {*NAMING, "trainable_token_indices", *method.patterns}
     return {key: rename_all(value) if key in naming else value for key, value in config.items()}
-
-
-def renamed(name: str, renames: Mapping[str, str]) -> str:
-    """A name from before the architecture was renamed, as it is now."""
-    for pattern, replacement in renames.items():
-        name = re.sub(pattern, replacement, name)
-    return name
 
 
 def _fit_modules(settings: dict[str, Any], paths: list[str], tensors: Collection[str]) -> None:

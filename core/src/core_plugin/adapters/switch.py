@@ -124,6 +124,25 @@ def biases(model: nn.Module, adapter: Adapter) -> dict[str, nn.Parameter]:
 # On and off
 
 
+def warn_of_what_stays(model: nn.Module, when: str, names: Iterable[str]) -> None:
+    """Warn if an adapter has changed the model itself, which it does not take back."""
+    held = adapters(model)
+    for name in names:
+        if trains_bias(held[name].params):
+            warnings.warn(
+                f"the adapter {name!r} trains biases of the model itself, which keep their values "
+                f"when it {when}",
+                stacklevel=3,
+            )
+    changed = {n for _, m in modules(model) for n in m.adapters if m.changes_base(m.params[n])}
+    for name in sorted(changed.intersection(names)):
+        warnings.warn(
+            f"the adapter {name!r} has changed the model's own weights when it was made, and they "
+            f"stay so when it {when}",
+            stacklevel=3,
+        )
+
+
 def enable_adapters(model: nn.Module) -> None:
     """Let the active adapters apply again, after :func:`disable_adapters`."""
     _reshard_merged(model)
@@ -142,14 +161,13 @@ def disable_adapters(model: nn.Module) -> contextlib.ExitStack:
 
             with disable_adapters(model):
                 reference = model(tokens)
+
+    Raises:
+        ConfigError: Adapters were merged without keeping what was there before.
     """
-    biased = [name for name, adapter in adapters(model).items() if trains_bias(adapter.params)]
-    if biased:
-        warnings.warn(
-            f"the adapter {biased[0]!r} trains biases of the model itself, which keep their values "
-            "while it is disabled",
-            stacklevel=2,
-        )
+    if any(isinstance(m, AdapterLayer) and m.is_lost for _, m in modules(model)):
+        raise ConfigError("adapters are merged in place, and what was there before is not kept")
+    warn_of_what_stays(model, "is disabled", adapters(model))
     restore = contextlib.ExitStack()
     restore.callback(_State(model).restore)
     _reshard_merged(model)
@@ -210,6 +228,7 @@ def delete_adapter(model: nn.Module, name: str) -> None:
     held = [module for _, module in modules(model)]
     if any(isinstance(module, AdapterLayer) and name in module.merged for module in held):
         raise ConfigError(f"the adapter {name!r} is merged; unmerge it first")
+    warn_of_what_stays(model, "is deleted", [name])
     if any(name in module.active for module in held):
         for bias in biases(model, adapters(model)[name]).values():
             bias.requires_grad_(False)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,18 +17,21 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from core_plugin import state, tensors
+from core_plugin.adapters.files import method_name
 from core_plugin.config import RunConfig
 from core_plugin.devices import autocast
 from core_plugin.errors import (
+    CheckpointError,
     ConfigError,
     PluginContractError,
     PluginUnavailableError,
     TrainingError,
 )
+from core_plugin.params import Origin
 from core_plugin.training.batches import Batches
 from core_plugin.training.materialize import Materializer
 from core_plugin.training.world import World
-from core_plugin.types import BaseData, BaseDevice, BaseDistributed, BaseModel
+from core_plugin.types import BaseData, BaseDevice, BaseDistributed, BaseModel, BasePeft
 from core_plugin.types.distributed import ShardContext
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -127,8 +131,36 @@ def build_model(config: RunConfig, vocabulary_size: int) -> nn.Module:
         if (peft := config.get("peft")) is not None:
             method = peft.implementation
             defaults = chosen.implementation.adapter_defaults(method.peft_type.lower())
-            method.adapt(model, peft.params, defaults)
+            with _located(peft.origin.below("weights")):
+                _check_start(method, peft.params)
+            with _located(peft.origin):
+                method.adapt(model, peft.params, defaults)
     return model  # type: ignore[no-any-return]
+
+
+def _check_start(method: type[BasePeft], params: Any) -> None:
+    """Check, before there is a model, that what an adapter starts from is one of the method."""
+    if directory := getattr(params, "weights", None):
+        there, wanted = method_name(Path(directory)), method.peft_type.lower()
+        if there != wanted:
+            raise ConfigError(f"{directory} holds an adapter of {there}, and the run has {wanted}")
+
+
+@contextmanager
+def _located(origin: Origin) -> Iterator[None]:
+    """Say of each fault of an adapter where in the configuration it comes from."""
+    try:
+        yield
+    except (ConfigError, CheckpointError) as error:
+        lines = [_with_place(origin, line) for line in str(error).splitlines()]
+        raise type(error)("\n".join(lines)) from error.__cause__
+
+
+def _with_place(origin: Origin, line: str) -> str:
+    field, colon, fault = line.removeprefix(f"{origin.path}.").partition(": ")
+    if line.startswith(f"{origin.path}.") and colon:
+        return origin.below(field).fault(fault)
+    return origin.fault(line.removeprefix(f"{origin.path}: ")) if line[:1].strip() else line
 
 
 def shard_model(
@@ -171,7 +203,8 @@ def shard_model(
     _check_sharding(strategy, sharded, device, world, total)
     if peft is not None and (start := getattr(peft.params, "weights", None)):
         unwrapped = strategy.implementation.unwrap_model(sharded)
-        peft.implementation.load(Path(start), unwrapped, architecture.implementation.renames)
+        with _located(peft.origin.below("weights")):
+            peft.implementation.load(Path(start), unwrapped, architecture.implementation.renames)
     return sharded  # type: ignore[no-any-return]
 
 
@@ -242,7 +275,8 @@ PREPARATION_STEPS = 4
 def prepare_adapter(training: Training) -> None:
     """Let a new adapter start from the data of the first steps, on all ranks alike."""
     config = training.config
-    if (peft := config.get("peft")) is None:
+    peft = config.get("peft")
+    if peft is None or getattr(peft.params, "weights", None):
         return
     whole = training.batches.undivided()
     model = training.strategy.unwrap_model(training.model)

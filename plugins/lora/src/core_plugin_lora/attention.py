@@ -49,6 +49,8 @@ class LoRAAttention(AdapterLayer):
         for name in ("lora_dropout", "use_dora", "lora_bias"):
             if getattr(params, name):
                 return f"{name} is not for nn.MultiheadAttention, where it would do nothing"
+        if params.bias != "none" and base.in_proj_bias is not None:
+            return "its biases have no names here that a file of peft has; set bias: none"
         return init_fault(params, "nn.MultiheadAttention")
 
     def add_adapter(self, name: str, params: LoRAParams) -> None:

@@ -47,7 +47,9 @@ def orthogonal(down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     https://datta0.github.io/posts/rethink-lora-init/.
     """
     rank = len(down)
-    rotation, _ = torch.linalg.qr(down.new_empty(rank, rank).normal_())
-    random_down = down.new_empty(down.shape[1], rank // 2).normal_(std=0.1)
-    random_up = up.new_empty(len(up), rank // 2).normal_(std=0.1)
+    # All ranks of a sharded model have the same factors here, and so they draw the same.
+    generator = torch.Generator(down.device).manual_seed(int(down.double().abs().sum() * 2**20))
+    rotation, _ = torch.linalg.qr(down.new_empty(rank, rank).normal_(generator=generator))
+    random_down = down.new_empty(down.shape[1], rank // 2).normal_(std=0.1, generator=generator)
+    random_up = up.new_empty(len(up), rank // 2).normal_(std=0.1, generator=generator)
     return (random_down @ rotation[0::2]).t(), random_up @ rotation[1::2]

@@ -72,13 +72,21 @@ class LoRAMatrix(AdapterLayer):
     ) -> Mapping[str, Tensor]:
         """See :meth:`AdapterModule.converted`: a smaller rank, and any strength, will do."""
         held: LoRAParams = self.params[name]
-        if params is None and not held.use_dora:
+        if params is None and not (held.use_dora or held.changes_base):
             return {own: torch.zeros(t.shape) for _, own, t in self.adapter_parameters(name)}
         if params is None:
-            raise ConfigError("it has no tensors for this layer, whose adapter has use_dora")
+            why = "use_dora" if held.use_dora else f"init_lora_weights {held.init_lora_weights!r}"
+            raise ConfigError(f"it has no tensors for this layer, whose adapter has {why}")
+        if held.changes_base and params.scaling != held.scaling:
+            raise ConfigError(
+                f"init_lora_weights is {held.init_lora_weights!r}, which has taken out of the base "
+                f"what r and lora_alpha say; those have to stay {held.r} and {held.lora_alpha}"
+            )
         as_held = {key: getattr(held, key) for key in ("r", "lora_alpha", "use_rslora")}
         super().converted(name, dataclasses.replace(params, **as_held), tensors)
         missing = held.r - params.r
+        if missing and held.changes_base:
+            raise ConfigError(f"r is {params.r}, and the base was changed for {held.r}")
         if missing < 0:
             raise ConfigError(f"r is {params.r}, and at most {held.r} has room in the model")
         changed = dict(tensors)
@@ -116,6 +124,8 @@ class LoRAMatrix(AdapterLayer):
         """
         factor = self._magnitude(name)(self._norms(name))
         bias = getattr(self.base_layer, "bias", None)
+        if bias is not None and not bias.requires_grad:
+            bias = gather(bias)  # the base may have a group of its own in fully_shard
         plain = result if bias is None else result - self.by_output(bias).to(result.dtype)
         change = self.by_output(factor - 1).to(result.dtype)
         return torch.addcmul(result, plain, change), factor

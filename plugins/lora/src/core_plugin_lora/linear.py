@@ -74,6 +74,8 @@ class LoRALinear(LoRAMatrix):
         if not (params.changes_base or params.use_dora):
             return None
         outputs, inputs = cls.size(base)
+        if params.changes_base and "weight" not in base._parameters:
+            return f"{wanted} changes the layer's weight, and that is computed from others"
         if cls.matrix(base.weight).shape != (outputs, inputs) or not _has_values(base.weight):
             return f"{wanted} needs the layer's weight, and that is quantised"
         if params.changes_base and params.r > min(outputs, inputs):
@@ -81,6 +83,11 @@ class LoRALinear(LoRAMatrix):
                 f"{wanted} has directions for a rank up to {min(outputs, inputs)}, not {params.r}"
             )
         return None
+
+    @classmethod
+    def changes_base(cls, params: LoRAParams) -> bool:
+        """See :meth:`AdapterModule.changes_base`."""
+        return params.changes_base
 
     def factors(self, name: str) -> list[tuple[Tensor, Tensor]]:
         """See :meth:`LoRAMatrix.factors`."""

@@ -72,6 +72,8 @@ def test_the_types_that_are_tried(subject: Subject) -> str:
 def test_patterns_name_fields(method: type[BasePeft], models: Models) -> None:
     """``patterns``, ``training_only`` and ``neutral`` are about fields that are there, or not."""
     fields = {field.name for field in dataclasses.fields(method.Params)}
+    unused = {f for f in fields if f.endswith("_pattern")} - method.patterns.keys()
+    assert unused <= {"layers_pattern"}, f"patterns lacks {unused}, which then do nothing"
     for pattern, field in method.patterns.items():
         assert {pattern, field} <= fields, f"patterns: {pattern} or {field} is no field"
     assert not fields & method.neutral.keys(), "neutral: a field cannot be what Params lacks"
