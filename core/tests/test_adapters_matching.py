@@ -458,6 +458,14 @@ def test_a_string_that_is_no_whole_path_is_explained() -> None:
     )
 
 
+@pytest.mark.parametrize("typo", ["all_linear", "all-lineer", "All-Linear "])
+def test_a_misspelt_all_linear_is_told(typo: str) -> None:
+    found = choose(sites(Group(q=linear())), PeftParams(target_modules=typo), {}, {})
+    assert found.faults == [
+        f"peft.target_modules: {typo!r} matches no module; did you mean all-linear?"
+    ]
+
+
 def test_a_regular_expression_in_a_list_is_explained() -> None:
     told = fault(Group(q_proj=linear()), target_modules=["x(y|z)"])
     assert told.endswith("what is in a list is a name, and a regular expression is a string")

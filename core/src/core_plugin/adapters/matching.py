@@ -12,6 +12,7 @@ from core_plugin.adapters.rules import Names, Report, Rule, some, without_hits
 from core_plugin.adapters.selection import Place, Selection
 from core_plugin.adapters.trained import saved_modules, token_rows
 from core_plugin.adapters.tree import Site
+from core_plugin.params import near
 
 ALL_LINEAR = "all-linear"
 
@@ -133,6 +134,8 @@ def _targets(
         unmatched = [entry for entry in unmatched if entry not in wrong]
         missing = [f"{e!r} is a parameter and no module; see target_parameters" for e in wrong]
     missing += modules.missing(rule, unmatched)
+    if missing and isinstance(rule, str) and near(rule.lower(), [ALL_LINEAR]):
+        missing = [f"{rule!r} matches no module; did you mean {ALL_LINEAR}?"]
     return modules.in_order(selection.of("target_modules", hits, missing))
 
 

@@ -13,7 +13,7 @@ from core_plugin.cli.listing import state_of
 from core_plugin.cli.output import print_json
 from core_plugin.config import PLUGIN_TYPES
 from core_plugin.discovery import Problem
-from core_plugin.errors import CorePluginError
+from core_plugin.errors import CorePluginError, PluginConflictError
 from core_plugin.params import near
 
 
@@ -89,5 +89,10 @@ def _load_problems() -> Iterator[Problem]:
             PLUGIN_TYPES[candidate.type_name](candidate.qualified_name).resolve()
         except CorePluginError as error:
             distribution = candidate.distribution
-            fix = f"re-install or upgrade {distribution.name}"
+            conflict = isinstance(error, PluginConflictError)
+            fix = (
+                "uninstall one of them"
+                if conflict
+                else f"re-install or upgrade {distribution.name}"
+            )
             yield Problem(distribution.location, str(error), fix)

@@ -1,4 +1,4 @@
-"""The factors of an update that a layer reads and never calls."""
+"""The factors of an update, and how new ones are filled."""
 
 from __future__ import annotations
 
