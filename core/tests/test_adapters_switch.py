@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import math
 import os
 import pickle
 import subprocess
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from core_plugin.adapters import (
@@ -520,6 +523,43 @@ def test_the_rest_stays_active_and_empty_layers_leave() -> None:
     assert str(m) == str(model())
     assert m.state_dict().keys() == model().state_dict().keys()
     assert torch.equal(m(TOKENS), model()(TOKENS))
+
+
+FACTORS = {"a": 2.0, "b": 3.0, "c": 5.0}
+STEPS = st.tuples(st.sampled_from(["add", "delete", "set"]), st.sampled_from(list(FACTORS)))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(STEPS, max_size=8))
+def test_any_order_of_adding_choosing_and_deleting_does_what_a_reference_says(
+    steps: list[tuple[str, str]],
+) -> None:
+    layer, held, active = nn.Linear(4, 3, bias=False), set(), set()
+    m = nn.ModuleDict({"q_proj": layer})
+    x = torch.randn(2, 4)
+    expected = layer(x)
+    for step, name in steps:
+        if (name in held) == (step == "add"):
+            with pytest.raises(ConfigError, match=repr(name)):
+                _take(step, m, name)
+            continue
+        _take(step, m, name)
+        held = held | {name} if step == "add" else held - {name} if step == "delete" else held
+        active = {name} if step == "set" else active & held
+        factor = math.prod(FACTORS[n] for n in active)
+        torch.testing.assert_close(m["q_proj"](x), expected * factor)
+        assert set(adapters(m)) == held
+        assert (m["q_proj"] is layer) == (not held)
+
+
+def _take(step: str, m: nn.Module, name: str) -> None:
+    if step == "add":
+        add_adapter(m, Scale, Q, name)
+        m["q_proj"].scale_vector[name].data.fill_(FACTORS[name])
+    elif step == "delete":
+        delete_adapter(m, name)
+    else:
+        set_adapter(m, name)
 
 
 def test_a_deleted_adapter_is_not_active_when_its_name_comes_again() -> None:

@@ -126,6 +126,18 @@ def test_weights_come_from_files(tmp_path):
     assert model.scale.computed.tolist() == [3.0] * 3
 
 
+def test_names_from_before_a_renaming_are_translated(tmp_path):
+    expected = materialized()
+    old = {n.replace("layers.", "blocks.h"): t for n, t in expected.state_dict().items()}
+    del old["head.weight"]
+    save_file(old, tmp_path / "old.safetensors")
+    renames = {r"^blocks\.h(\d+)\.": r"layers.\1."}
+    files = [str(tmp_path / "old.safetensors")]
+    model = materialized(seed=1, weights=files, renames=renames)
+    for name, tensor in expected.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor), name
+
+
 def test_weights_that_do_not_fit_are_refused_with_every_name(tmp_path):
     state = materialized().state_dict()
     del state["head.weight"]
