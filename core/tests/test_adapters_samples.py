@@ -239,7 +239,7 @@ def test_what_cannot_tell_samples_apart_is_refused_if_it_is_wanted() -> None:
     inject(m, MixingScale, PeftParams(["out"]), "a")
     x = torch.randn(2, 4)
     expected = torch.cat([m(x[:1]), m.out.base_layer(x[1:])])
-    add_adapter(m, Door, object(), "door")
+    add_adapter(m, Door, PeftParams(), "door")
     refused = pytest.raises(ConfigError, match="door_shift: Shift cannot tell samples apart")
     with refused, per_sample(m, ["a", "door"]):
         pass
