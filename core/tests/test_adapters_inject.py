@@ -246,6 +246,15 @@ def test_the_same_name_twice_is_refused() -> None:
     assert snapshot(m) == before
 
 
+def test_a_later_adapter_that_matches_nothing_is_refused_too() -> None:
+    m = model()
+    inject(m, Scale, PeftParams(target_modules=["q_proj"]), "x")
+    before = snapshot(m)
+    with pytest.raises(ConfigError, match="no module is called 'k_prj'"):
+        add_adapter(m, Scale, PeftParams(target_modules=["k_prj"]), "y")
+    assert snapshot(m) == before
+
+
 def test_a_sharded_model_is_refused(tmp_path: object) -> None:
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
