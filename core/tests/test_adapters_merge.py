@@ -631,6 +631,9 @@ def test_parameters_of_one_module_are_merged_one_inside_the_other():
         held = getattr(outer.owner, layer.parameter)
         values = before[f"experts.{layer.parameter}"][1]
         assert torch.equal(held, values + layer.rank_A["default"])
+    with disable_adapters(model):
+        assert not torch.equal(model(X), expected)
+    torch.testing.assert_close(model(X), expected)
     unmerge(model)
     assert_as_before(model, before)
     experts = outer.owner
@@ -650,6 +653,9 @@ def test_a_layer_around_a_layer_adds_to_what_that_one_added():
     values = base.detach().clone()
     merge(model)
     exact = values.double() + inner.update("default") + outer.update("default")
+    assert torch.equal(inner.base_layer.weight, exact.bfloat16())
+    with disable_adapters(model):
+        assert inner.base_layer.weight is base
     assert torch.equal(inner.base_layer.weight, exact.bfloat16())
     unmerge(model)
     assert inner.base_layer.weight is base

@@ -278,11 +278,6 @@ class AdapterLayer(AdapterModule):
             self.exchange()
         super().enable(enabled)
 
-    @property
-    def is_lost(self) -> bool:
-        """Whether an adapter is merged in place, and what was there before is not kept."""
-        return bool(self.merged and set(self.merged) & self.adapters.keys() and not self.originals)
-
     def exchange(self) -> None:
         """Put :attr:`originals` in place, and keep there what was.
 

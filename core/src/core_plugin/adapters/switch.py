@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from core_plugin.adapters.bases import bases
 from core_plugin.adapters.gradients import let_gradients_through, release
 from core_plugin.adapters.layer import Adapter, AdapterLayer, AdapterModule, ModelAdapter
 from core_plugin.adapters.saved import SavedModule
@@ -165,7 +166,7 @@ def disable_adapters(model: nn.Module) -> contextlib.ExitStack:
     Raises:
         ConfigError: Adapters were merged without keeping what was there before.
     """
-    if any(isinstance(m, AdapterLayer) and m.is_lost for _, m in modules(model)):
+    if any(base.is_lost for base in bases(model) if base.layers[0].merged):
         raise ConfigError("adapters are merged in place, and what was there before is not kept")
     warn_of_what_stays(model, "is disabled", adapters(model))
     restore = contextlib.ExitStack()

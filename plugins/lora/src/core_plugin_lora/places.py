@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import re
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping
 from typing import TYPE_CHECKING, TypeVar
 
 from torch import nn
 
-from core_plugin.adapters.configuration import place
+from core_plugin.adapters.configuration import exactly, place
 from core_plugin.adapters.layer import AdapterModule, ParameterLayer
-from core_plugin.adapters.names import base_name
-from core_plugin.adapters.walk import modules, own_modules
+from core_plugin.adapters.walk import modules
 
 if TYPE_CHECKING:
     from core_plugin_lora.plugin import LoRAParams
@@ -38,7 +36,7 @@ def explicit(
     parameters = [p for p, m in places.items() if isinstance(m, ParameterLayer)]
     return dataclasses.replace(
         params,
-        target_modules=_rule(model, [p for p in places if p not in parameters]),
+        target_modules=exactly(model, [p for p in places if p not in parameters]),
         target_parameters=parameters or None,
         exclude_modules=None,
         layers_to_transform=None,
@@ -53,12 +51,3 @@ def explicit(
 
 def _most(values: Iterable[T]) -> T:
     return collections.Counter(values).most_common(1)[0][0]
-
-
-def _rule(model: nn.Module, paths: Sequence[str]) -> str | list[str]:
-    """The paths; where one is also the end of another module's, a regular expression."""
-    wanted = set(paths)
-    for other in {base_name(path) for path, _ in own_modules(model)} - wanted:
-        if any(other[i + 1 :] in wanted for i, c in enumerate(other) if c == "."):
-            return "|".join(map(re.escape, paths))
-    return list(paths)
