@@ -89,9 +89,9 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def assert_gradients(wrap: Callable[[nn.Module], nn.Module]) -> None:
-    reference = randomized(adapted())
-    made = randomized(adapted())
+def assert_gradients(wrap: Callable[[nn.Module], nn.Module], **settings: object) -> None:
+    reference = randomized(adapted(**settings))
+    made = randomized(adapted(**settings))
     wrapped = wrap(made)
     wrapped(X.chunk(dist.get_world_size())[dist.get_rank()]).square().mean().backward()
     reference(X).square().mean().backward()
@@ -106,10 +106,12 @@ def assert_gradients(wrap: Callable[[nn.Module], nn.Module]) -> None:
 
 def ddp() -> None:
     assert_gradients(DistributedDataParallel)
+    assert_gradients(DistributedDataParallel, bias="all")
 
 
 def fsdp2() -> None:
     assert_gradients(sharded)
+    assert_gradients(sharded, bias="all")
 
 
 def merging() -> None:

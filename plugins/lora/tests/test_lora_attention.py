@@ -1,25 +1,31 @@
 """LoRA for nn.MultiheadAttention against torch's own with other weights, in float64."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from core_plugin.adapters import (
     add_adapter,
+    delete_adapter,
     disable_adapters,
     inject,
     merge,
     per_sample,
+    save_adapter,
     set_adapter,
     unload,
     unmerge,
 )
 from core_plugin.adapters.layer import Adapter
 from core_plugin.errors import ConfigError
+from core_plugin.types.peft import PeftPlugin
 from core_plugin_lora.attention import LoRAAttention
 from core_plugin_lora.plugin import LoRA, LoRAParams
 
@@ -220,6 +226,43 @@ def test_a_transformer_encoder_in_evaluation_takes_padding() -> None:
     assert_close(found[~PADDING], expected[~PADDING])
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+@pytest.mark.parametrize("targets", [["self_attn"], ["linear1"]])
+@pytest.mark.parametrize("root", [True, False])
+def test_a_transformer_encoder_takes_padding_with_gradients(targets: list[str], root: bool) -> None:
+    encoder = transformer_encoder()
+    expected = encoder.train()(KEY, src_key_padding_mask=PADDING)
+    made = encoder if root else nn.Sequential(encoder)
+    inject(made, LoRA, LoRAParams(target_modules=targets))
+    found = encoder.eval()(KEY, src_key_padding_mask=PADDING)
+    assert_close(found[~PADDING], expected[~PADDING])
+
+
+@pytest.mark.parametrize("root", [True, False])
+@pytest.mark.parametrize("remove", [unload, lambda model: delete_adapter(model, "default")])
+def test_a_transformer_encoder_has_its_fused_kernels_back(root: bool, remove: Any) -> None:
+    encoder = transformer_encoder()
+    layer = encoder.layers[0]
+    before = [dict(vars(module)) for module in (encoder, layer)]
+    assert encoder.use_nested_tensor
+    assert layer.activation_relu_or_gelu
+    made = encoder if root else nn.Sequential(encoder)
+    params = LoRAParams(target_modules=["self_attn", "linear1"])
+    inject(made, LoRA, params)
+    add_adapter(made, LoRA, params, "other")
+    delete_adapter(made, "other")
+    assert not encoder.use_nested_tensor
+    assert not layer.activation_relu_or_gelu
+    remove(made)
+    assert [dict(vars(module)) for module in (encoder, layer)] == before
+
+
+def transformer_encoder() -> nn.TransformerEncoder:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 16, dropout=0, batch_first=True)
+    return nn.TransformerEncoder(layer, 2).double()
+
+
 # Names
 
 
@@ -284,6 +327,179 @@ def test_samples_need_the_batch_to_be_first() -> None:
         per_sample(made, ["default"]),
     ):
         pass
+
+
+# Biases, of which the peft library trains the output projection's alone
+
+
+class Biased(nn.Module):
+    """Two attentions, of which the first has the adapter, and a linear layer."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True, **options)
+        self.plain = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+        self.head = nn.Linear(WIDTH, 3)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.attention(x, x, x, need_weights=False)[0]
+        return self.head(self.plain(y, y, y, need_weights=False)[0])
+
+
+def biased(trains: str, **options: Any) -> Biased:
+    made = Biased(**options)
+    inject(made, LoRA, LoRAParams(target_modules=["attention"], r=3, bias=trains))
+    randomize(made.attention)
+    return made
+
+
+def biased_in_peft(trains: str, **options: Any) -> peft.PeftModel:
+    settings = peft.LoraConfig(target_modules=["attention"], r=3, bias=trains)
+    return peft.get_peft_model(Biased(**options), settings, autocast_adapter_dtype=False)
+
+
+def from_peft(directory: Path, **options: Any) -> peft.PeftModel:
+    return peft.PeftModel.from_pretrained(
+        Biased(**options), directory, is_trainable=True, autocast_adapter_dtype=False
+    )
+
+
+def train(model: nn.Module, steps: int = 3) -> list[float]:
+    # The steps do not depend on the gradients' scale. For the output projection's factors peft has
+    # half of the gradients, since its forward pass adds one of the two updates to ``data``.
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.05, eps=1e-20)
+    losses = []
+    for _ in range(steps):
+        loss = (model(QUERY) - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def trained_biases(model: nn.Module) -> set[str]:
+    own = {name for name, p in model.named_parameters() if p.requires_grad and "lora_" not in name}
+    return {name.removeprefix("base_model.model.") for name in own}
+
+
+def biases_in(directory: Path) -> set[str]:
+    own = {
+        name for name in load_file(directory / "adapter_model.safetensors") if "lora_" not in name
+    }
+    return {name.removeprefix("base_model.model.") for name in own}
+
+
+every_bias = pytest.mark.parametrize("bias", ["lora_only", "all"])
+every_kind = pytest.mark.parametrize(
+    "options",
+    [{}, {"bias": False}, {"add_bias_kv": True}, {"kdim": WIDTH, "vdim": WIDTH}],
+    ids=str,
+)
+
+
+@every_bias
+@every_kind
+def test_the_biases_that_peft_trains_are_trained(
+    bias: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    made, other = biased(bias, **options), biased_in_peft(bias, **options)
+    own = set() if "bias" in options else {"attention.base_layer.out_proj.base_layer.bias"}
+    expected = own | ({"plain.out_proj.bias", "head.bias"} if bias == "all" else set())
+    assert trained_biases(other) == expected
+    in_memory = {name.replace("out_proj.base_layer", "out_proj") for name in expected}
+    assert trained_biases(made) == in_memory
+    save_adapter(tmp_path / "ours", made)
+    other.save_pretrained(tmp_path / "theirs")
+    assert biases_in(tmp_path / "ours") == biases_in(tmp_path / "theirs") == expected
+
+
+@every_bias
+@every_kind
+def test_peft_goes_on_from_biases_that_were_trained_here(
+    bias: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    made = biased(bias, **options)
+    before = {name: p.clone() for name, p in made.named_parameters()}
+    train(made)
+    for name in trained_biases(made):
+        assert not torch.equal(made.get_parameter(name), before[name])
+    save_adapter(tmp_path, made)
+    loaded = from_peft(tmp_path, **options)
+    assert_close(loaded(QUERY), made(QUERY))
+    assert train(loaded) == pytest.approx(train(made), rel=1e-9)
+
+
+@every_bias
+@every_kind
+def test_biases_that_peft_trained_are_trained_on(
+    bias: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    original = biased_in_peft(bias, **options)
+    train(original)
+    original.save_pretrained(tmp_path)
+    made = Biased(**options)
+    PeftPlugin.from_pretrained(made, tmp_path, trainable=True)
+    assert_close(made(QUERY), original(QUERY))
+    assert train(made) == pytest.approx(train(original), rel=1e-9)
+
+
+@every_bias
+def test_merging_leaves_trained_biases_where_they_are(bias: str) -> None:
+    made = biased(bias)
+    train(made)
+    expected, trained = made(QUERY), made.attention.base_layer.out_proj.bias.clone()
+    merge(made)
+    assert_close(made(QUERY), expected)
+    unmerge(made)
+    assert torch.equal(made.attention.base_layer.out_proj.bias, trained)
+    assert_close(made(QUERY), expected)
+    unload(made)
+    assert_close(made(QUERY), expected)
+    assert torch.equal(made.attention.out_proj.bias, trained)
+
+
+@every_bias
+def test_a_bias_is_trained_while_its_adapter_is_active(bias: str, tmp_path: Path) -> None:
+    made = biased(bias)
+    add_adapter(made, LoRA, LoRAParams(target_modules=["attention"]), "other")
+    trained = trained_biases(made)
+    set_adapter(made, "other")
+    assert trained
+    assert not trained_biases(made)
+    save_adapter(tmp_path, made, "other")
+    assert not biases_in(tmp_path)
+    set_adapter(made, "default")
+    assert trained_biases(made) == trained
+
+
+@every_bias
+def test_disabling_keeps_a_trained_bias_and_restores_the_rest(bias: str) -> None:
+    made = biased(bias)
+    train(made)
+    expected, trained = made(QUERY), trained_biases(made)
+    reference = copy.deepcopy(made)
+    reference.attention = reference.attention.base_layer
+    with pytest.warns(UserWarning, match="'default' trains biases of the model itself"):
+        disabled = disable_adapters(made)
+    with disabled:
+        assert_close(made(QUERY), reference(QUERY))
+    assert_close(made(QUERY), expected)
+    assert trained_biases(made) == trained
+
+
+def test_a_bias_of_an_attention_that_another_adapter_is_for(tmp_path: Path) -> None:
+    made = Biased()
+    inject(made, LoRA, LoRAParams(target_modules=["head"], bias="all"))
+    add_adapter(made, LoRA, LoRAParams(target_modules=["attention"]), "other")
+    save_adapter(tmp_path / "ours", made)
+    other = peft.get_peft_model(Biased(), peft.LoraConfig(target_modules=["head"], bias="all"))
+    other.add_adapter("other", peft.LoraConfig(target_modules=["attention"]))
+    other.save_pretrained(tmp_path / "theirs", selected_adapters=["default"])
+    assert biases_in(tmp_path / "ours") == biases_in(tmp_path / "theirs")
 
 
 # Within a model

@@ -245,6 +245,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "bias of the layers": (small, {"target_modules": ["down"], "bias": "lora_only"}),
     "bias of all": (small, {"target_modules": ["down"], "bias": "all"}),
     "bias of convolutions": (convolutions, {"target_modules": ["one", "three"], "bias": "all"}),
+    "bias of attention": (Attention, {"target_modules": ["attention"], "bias": "lora_only"}),
+    "bias of all beside attention": (Attention, {"target_modules": ["attention"], "bias": "all"}),
     "bias and modules_to_save": (
         bert,
         {"target_modules": ["key"], "bias": "lora_only", "modules_to_save": ["pooler.dense"]},

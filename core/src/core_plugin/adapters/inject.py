@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
+from core_plugin.adapters.encoders import call_layers
 from core_plugin.adapters.gradients import let_gradients_through
 from core_plugin.adapters.layer import (
     Adapter,
@@ -176,10 +177,9 @@ def _put_in(prepared: Plan, made: Sequence[AdapterModule]) -> None:
     for target, module in zip(prepared.targets, made, strict=False):
         if target.layer_class is not None:
             _place(target, module)
-    for site in prepared.sites:
-        if isinstance(site.module, nn.TransformerEncoder):
-            # It would make nested tensors, which its fused kernel alone takes.
-            site.module.use_nested_tensor = False
+    for held in (prepared.model, *(site.module for site in prepared.sites)):
+        if isinstance(held, nn.TransformerEncoder):
+            call_layers(held)
     for module in made:
         if isinstance(module, ModelAdapter) and module.child not in prepared.model._modules:
             prepared.model.add_module(module.child, module)
@@ -233,7 +233,4 @@ def _at_the_door(model: nn.Module, kind: type[ModelAdapter]) -> ModelAdapter:
 def _place(target: Target, layer: AdapterModule) -> None:
     for parent, name in target.site.places:
         setattr(parent, name, layer)
-        if isinstance(parent, nn.TransformerEncoderLayer):
-            # It would read the layer's weight in evaluation, instead of calling the layer. Zero
-            # stands for an activation that torch's fused inference kernel does not know.
-            parent.activation_relu_or_gelu = 0
+        call_layers(parent)

@@ -223,6 +223,8 @@ class AdapterLayer(AdapterModule):
     base_layer: nn.Module
     changes: tuple[str, ...] = ("weight",)
     """The tensors of :attr:`owner` that :meth:`merge_into` changes."""
+    inner_layers: tuple[str, ...] = ()
+    """The modules in :attr:`owner` that it adapts too, and that a file has layers for."""
 
     def __init__(self, base_layer: nn.Module) -> None:
         super().__init__()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from core_plugin.adapters.bases import Base, Slot, bases
+from core_plugin.adapters.encoders import call_kernels
 from core_plugin.adapters.gradients import release
 from core_plugin.adapters.layer import AdapterLayer, ModelAdapter
 from core_plugin.adapters.memory import Scratch
@@ -115,6 +116,7 @@ def unload(model: nn.Module, *, merge: bool = True, safe: bool = False) -> nn.Mo
         for module in held:  # a module that was compiled with a layer goes on calling that
             module.activate(())
     release(model)
+    call_kernels(model)
     take_out(model, held)
     return model.owner if isinstance(model, AdapterLayer) else model
 

@@ -10,8 +10,10 @@ from typing import Any
 from torch import nn
 
 from core_plugin.adapters.bases import bases
+from core_plugin.adapters.encoders import call_kernels
 from core_plugin.adapters.gradients import let_gradients_through, release
 from core_plugin.adapters.layer import Adapter, AdapterLayer, AdapterModule, ModelAdapter
+from core_plugin.adapters.names import BASE_LAYER
 from core_plugin.adapters.saved import SavedModule
 from core_plugin.adapters.tokens import TokenRows
 from core_plugin.adapters.walk import adapters as adapters
@@ -99,23 +101,22 @@ def trains_bias(params: Any) -> bool:
 
 
 def biases(model: nn.Module, adapter: Adapter) -> dict[str, nn.Parameter]:
-    """The model's own biases that an adapter trains, by their names in the model.
+    """The model's own biases that an adapter trains, by their names in a file.
 
     ``bias: all`` means every parameter that is called so, but for those of modules that the
     adapter has copies of; any other word but ``none`` means those of the layers it adapts.
     """
     if not trains_bias(adapter.params):
         return {}
-    layers = [
-        module
-        for _, module in modules(model)
-        if isinstance(module, AdapterLayer) and adapter.name in module.adapters
-    ]
-    copied = {m for x in layers if isinstance(x, SavedModule) for m in x.base_layer.modules()}
-    adapted = {x.owner for x in layers if not isinstance(x, SavedModule | TokenRows)}
+    layers = [module for _, module in modules(model) if isinstance(module, AdapterLayer)]
+    inner = {x.owner.get_submodule(name): x for x in layers for name in x.inner_layers}
+    own = [x for x in layers if adapter.name in x.adapters]
+    copied = {m for x in own if isinstance(x, SavedModule) for m in x.base_layer.modules()}
+    adapted = {x.owner for x in own if not isinstance(x, SavedModule | TokenRows)}
+    adapted |= {module for module, x in inner.items() if adapter.name in x.adapters}
     everywhere = adapter.params.bias == "all"
     return {
-        f"{path}.bias" if path else "bias": bias
+        ".".join(filter(None, (path, BASE_LAYER if module in inner else "", "bias"))): bias
         for path, module in own_modules(model)
         if (bias := module._parameters.get("bias")) is not None
         and (module not in copied if everywhere else module in adapted)
@@ -238,7 +239,11 @@ def delete_adapter(model: nn.Module, name: str) -> None:
         if name in module.adapters:
             module.remove(name)
     take_out(model, [module for module in held if not module.adapters])
-    let_gradients_through(model) if adapters(model) else release(model)
+    if adapters(model):
+        let_gradients_through(model)
+    else:
+        release(model)
+        call_kernels(model)
 
 
 def take_out(model: nn.Module, leaving: Collection[AdapterModule]) -> None:

@@ -30,6 +30,7 @@ class LoRAAttention(AdapterLayer):
 
     base_layer: nn.MultiheadAttention
     changes = ("in_proj_weight", "out_proj.weight")
+    inner_layers = ("out_proj",)
     _qkv_same_embed_dim = False
     """Keeps ``nn.TransformerEncoderLayer`` from reading the weights instead of calling this."""
 
@@ -49,8 +50,6 @@ class LoRAAttention(AdapterLayer):
         for name in ("lora_dropout", "use_dora", "lora_bias"):
             if getattr(params, name):
                 return f"{name} is not for nn.MultiheadAttention, where it would do nothing"
-        if params.bias != "none" and base.in_proj_bias is not None:
-            return "its biases have no names here that a file of peft has; set bias: none"
         return init_fault(params, "nn.MultiheadAttention")
 
     def add_adapter(self, name: str, params: LoRAParams) -> None:
