@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import gc
 import sys
 import time
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from common import cpu_seconds, in_turns, machine, output, ratio, spread, table
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import nn
 
@@ -50,12 +51,18 @@ def ours(model: nn.Module, targets: str | Sequence[str], name: str = "default") 
 
 
 def theirs(model: nn.Module, targets: str | Sequence[str], name: str = "default") -> nn.Module:
-    """The model with peft's LoRA; without memory for an adapter of a model without memory."""
-    from peft import LoraConfig, inject_adapter_in_model
+    """The model with peft's LoRA; without memory for an adapter of a model without memory.
+
+    It is made as its users do, so that its adapters are float32 too where the model is bfloat16.
+    """
+    from peft import LoraConfig, PeftModel, get_peft_model
 
     config = LoraConfig(target_modules=targets, r=RANK, lora_alpha=2 * RANK)
     on_meta = next(model.parameters()).is_meta
-    return inject_adapter_in_model(config, model, name, low_cpu_mem_usage=on_meta)
+    if isinstance(model, PeftModel):
+        model.add_adapter(name, config, low_cpu_mem_usage=on_meta)
+        return model
+    return get_peft_model(model, config, name, low_cpu_mem_usage=on_meta)
 
 
 ADAPT = {"core-plugin": ours, "peft": theirs}
@@ -160,8 +167,8 @@ def llama(dtype: str = "float32") -> nn.Module:
     return model
 
 
-def stepper(library: str, targets: Any, dtype: str = "float32") -> Callable[[], None]:
-    """A forward and backward pass of 4 x 256 tokens."""
+def stepper(library: str, targets: Any, dtype: str = "float32") -> Callable[..., None]:
+    """A forward and backward pass of 4 x 256 tokens, or so many."""
     import torch
 
     model = llama(dtype)
@@ -170,10 +177,11 @@ def stepper(library: str, targets: Any, dtype: str = "float32") -> Callable[[], 
     model.train()
     tokens = torch.randint(0, 2048, (4, 256), generator=torch.Generator().manual_seed(0))
 
-    def step() -> None:
+    def step(sequences: int = 4, length: int = 256) -> None:
         for parameter in model.parameters():
             parameter.grad = None
-        model(input_ids=tokens, labels=tokens).loss.backward()
+        some = tokens[:sequences, :length]
+        model(input_ids=some, labels=some).loss.backward()
 
     return step
 
@@ -198,28 +206,43 @@ def step_time(repeats: int) -> None:
     )
 
 
-def step_memory() -> None:
-    """Print how much memory a step takes over what the model takes, each in a process."""
-    rows = []
-    for dtype in ("float32", "bfloat16"):
-        for title, targets in VARIANTS.items():
-            cells = []
-            for library in LIBRARIES if targets else LIBRARIES[:1]:
-                command = [sys.executable, __file__, "--memory-of", library, title, dtype]
-                cells.append(float(output(command, {"OMP_NUM_THREADS": "1"})))
-            cells += cells[:1] if len(cells) == 1 else []
-            figures = [f"{cell:.0f}" for cell in cells]
-            rows.append([f"{title}, {dtype}", *figures, f"{cells[0] / cells[1]:.3f}"])
-    table("The growth of memory in a step: MiB", HEADER, rows)
+def step_memory(repeats: int) -> None:
+    """Print how much memory a step takes over what the model takes, each in a process.
+
+    The system's allocator keeps much of what is freed in between, more in some processes than in
+    others. What is alive at once is seen where it gives all tensors back.
+    """
+    ways = {
+        "resident": ({}, repeats),
+        "alive at once": ({"MALLOC_MMAP_THRESHOLD_": "65536"}, 1),
+    }
+    for name, (env, times) in ways.items():
+        rows = []
+        for dtype in ("float32", "bfloat16"):
+            for title in VARIANTS:
+                measures = {
+                    library: functools.partial(growth, library, title, dtype, env)
+                    for library in LIBRARIES
+                }
+                grown = in_turns(measures, times)
+                rows.append(compared(f"{title}, {dtype}", grown, 0))
+        table(f"The growth of memory in a step, {name}: MiB", HEADER, rows)
+
+
+def growth(library: str, title: str, dtype: str, env: Mapping[str, str]) -> float:
+    command = [sys.executable, __file__, "--memory-of", library, title, dtype]
+    return float(output(command, {"OMP_NUM_THREADS": "1", **env}))
 
 
 def memory_of(library: str, title: str, dtype: str) -> None:
-    """Print the growth of the resident memory in a first step, in MiB."""
+    """Print the growth of the resident memory in a step, in MiB; a short one comes before it."""
     step = stepper(library, VARIANTS[title], dtype)
+    step(1, 8)
     gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = resident("VmRSS")
     step()
-    print(max(resident("VmHWM") - before, 1))
+    print(resident("VmHWM") - before)
 
 
 def resident(which: str) -> float:
@@ -335,7 +358,7 @@ def importing(repeats: int) -> None:
 PARTS = {
     "injection": lambda repeats: injection(min(repeats, 3)),
     "time": step_time,
-    "memory": lambda _: step_memory(),
+    "memory": lambda repeats: step_memory(min(repeats, 3)),
     "merging": merging,
     "import": lambda repeats: importing(min(repeats, 5)),
 }

@@ -14,7 +14,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from core_plugin.adapters.layer import AdapterLayer, ParameterLayer
 from core_plugin.adapters.matching import Choice, choose
-from core_plugin.adapters.tree import sites
+from core_plugin.adapters.tree import Sites
 from core_plugin.types.peft import PeftParams
 
 NAMES = ["a", "b", "q", "q_proj", "my_q", "0", "1", "12"]
@@ -69,7 +69,7 @@ def tree(paths: list[str]) -> nn.Module:
 def choice(
     model: nn.Module, defaults: Mapping[str, object] | None = None, **fields: object
 ) -> Choice:
-    return choose(sites(model), Params(**fields), PATTERNS, defaults or {})
+    return choose(Sites(model), Params(**fields), PATTERNS, defaults or {})
 
 
 def chosen(model: nn.Module, **fields: object) -> set[str]:
@@ -182,7 +182,7 @@ def paths_of(model: nn.Module) -> list[str]:
 def test_rules_choose_as_written(written: list[str], rules: Params) -> None:
     model = tree(written)
     every = paths_of(model)
-    found = choose(sites(model), rules, {}, {})
+    found = choose(Sites(model), rules, {}, {})
     expected = reference(every, rules)
     assert [site.path for site in found.targets] == expected
     saved = [path for path in every if fits(rules.modules_to_save, path)]
@@ -194,7 +194,7 @@ def test_rules_choose_as_written(written: list[str], rules: Params) -> None:
 def test_every_entry_that_matches_nothing_is_told(written: list[str], rules: Params) -> None:
     model = tree(written)
     every = paths_of(model)
-    found = choose(sites(model), rules, {}, {})
+    found = choose(Sites(model), rules, {}, {})
     told = about(found.faults, "target_modules")
     both = any(site in found.saved for site in found.targets)
     if found.targets:
@@ -219,7 +219,7 @@ def test_the_order_of_modules_changes_nothing(
 ) -> None:
     mixed = copy.copy(written)
     order.shuffle(mixed)  # type: ignore[attr-defined]
-    one, other = (choose(sites(tree(each)), rules, {}, {}) for each in (written, mixed))
+    one, other = (choose(Sites(tree(each)), rules, {}, {}) for each in (written, mixed))
     for part in ("targets", "saved"):
         here, there = ({s.path for s in getattr(each, part)} for each in (one, other))
         assert here == there
@@ -460,7 +460,7 @@ def test_a_string_that_is_no_whole_path_is_explained() -> None:
 
 @pytest.mark.parametrize("typo", ["all_linear", "all-lineer", "All-Linear "])
 def test_a_misspelt_all_linear_is_told(typo: str) -> None:
-    found = choose(sites(Group(q=linear())), PeftParams(target_modules=typo), {}, {})
+    found = choose(Sites(Group(q=linear())), PeftParams(target_modules=typo), {}, {})
     assert found.faults == [
         f"peft.target_modules: {typo!r} matches no module; did you mean all-linear?"
     ]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from core_plugin.adapters.layer import AdapterParameters, ModelAdapter
 from core_plugin.adapters.roles import input_embeddings
-from core_plugin.adapters.tree import sites
+from core_plugin.adapters.tree import Sites
 from core_plugin.types.model import IGNORED
 from core_plugin_prompt_tuning.plugin import PromptTuningParams
 
@@ -25,7 +25,7 @@ class Prompt(ModelAdapter):
     @classmethod
     def fault(cls, model: nn.Module, params: PromptTuningParams) -> str | None:
         """See :meth:`ModelAdapter.fault`."""
-        found = [site.path for site in input_embeddings(sites(model))]
+        found = [site.path for site in input_embeddings(Sites(model))]
         if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
             return "prompt_tuning is not for a model with an encoder and a decoder"
         lead = "prompt_tuning needs one embedding of tokens, as of get_input_embeddings(), and has "
@@ -34,7 +34,7 @@ class Prompt(ModelAdapter):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         self.prompt_embeddings = AdapterParameters(nn.init.normal_)
-        self._embedding: Any = [site.base for site in input_embeddings(sites(model))]  # no child
+        self._embedding: Any = [site.base for site in input_embeddings(Sites(model))]  # no child
         self._names = list(inspect.signature(model.forward).parameters)
         # The number of virtual tokens; of those that a pass puts in; of all tokens in it then.
         self._count = self._new = self._length = 0

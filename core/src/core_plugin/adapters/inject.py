@@ -90,10 +90,9 @@ def inject(
             stacklevel=3,
         )
     made = _apply(prepared, check)
-    for module in (model, *(site.base for site in prepared.sites)):
-        for parameter in module._parameters.values():
-            if parameter is not None and parameter.requires_grad:
-                parameter.requires_grad_(False)
+    for parameter in prepared.sites.parameters:
+        if parameter is not None and parameter.requires_grad:
+            parameter.requires_grad = False
     activate({*prepared.held, *made}, [name], trainable=True)
     train_biases(model, [*held.values(), made[0].adapters[name]], [name])
     return model
@@ -177,9 +176,9 @@ def _put_in(prepared: Plan, made: Sequence[AdapterModule]) -> None:
     for target, module in zip(prepared.targets, made, strict=False):
         if target.layer_class is not None:
             _place(target, module)
-    for held in (prepared.model, *(site.module for site in prepared.sites)):
-        if isinstance(held, nn.TransformerEncoder):
-            call_layers(held)
+    for parent in prepared.sites.parents:
+        if isinstance(parent, nn.TransformerEncoder):
+            call_layers(parent)
     for module in made:
         if isinstance(module, ModelAdapter) and module.child not in prepared.model._modules:
             prepared.model.add_module(module.child, module)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from core_plugin.adapters.patterns import changed_params
@@ -11,7 +11,7 @@ from core_plugin.adapters.roles import linear_layers
 from core_plugin.adapters.rules import Names, Report, Rule, some, without_hits
 from core_plugin.adapters.selection import Place, Selection
 from core_plugin.adapters.trained import saved_modules, token_rows
-from core_plugin.adapters.tree import Site
+from core_plugin.adapters.tree import Site, Sites
 from core_plugin.params import near
 
 ALL_LINEAR = "all-linear"
@@ -44,8 +44,27 @@ class Choice:
         return self.changed.get(place, self.params)
 
 
+class Modules(Names[Site]):
+    """A model's modules by their paths, which are not all made for a few names."""
+
+    def __init__(self, model_sites: Sites) -> None:
+        super().__init__((path, site) for site in model_sites for path in site.paths)
+        self._sites = model_sites
+
+    def called(self, name: str) -> Sequence[tuple[str, Site]]:
+        """See :meth:`Names.called`."""
+        found = dict.fromkeys(self._sites.called.get(name, ()))
+        paths = ((path, site) for site in found for path in site.paths)
+        return [pair for pair in paths if pair[0].rpartition(".")[2] == name]
+
+    def in_order(self, chosen: Iterable[Site]) -> list[Site]:
+        """See :meth:`Names.in_order`."""
+        wanted = set(chosen)
+        return [site for site in self._sites if site in wanted] if wanted else []
+
+
 def choose(
-    model_sites: Sequence[Site],
+    model_sites: Sites,
     params: Any,
     patterns: Mapping[str, str],
     defaults: Mapping[str, Any],
@@ -64,7 +83,7 @@ def choose(
     report = Report()
     written = [pattern for pattern in patterns if getattr(params, pattern, None) is not None]
     params = _with_defaults(params, defaults, report)
-    modules = Names((path, site) for site in model_sites for path in site.paths)
+    modules = Modules(model_sites)
     saved = saved_modules(modules, params, report)
     tokens = token_rows(model_sites, modules, params, saved, report)
     taken = {site: "has rows that are trained (trainable_token_indices)" for site, _ in tokens}
@@ -117,7 +136,7 @@ def _places(
 
 
 def _targets(
-    model_sites: Sequence[Site], modules: Names[Site], params: Any, selection: Selection
+    model_sites: Sites, modules: Names[Site], params: Any, selection: Selection
 ) -> list[Site]:
     rule: Rule | None = params.target_modules
     if rule is None:
@@ -139,9 +158,7 @@ def _targets(
     return modules.in_order(selection.of("target_modules", hits, missing))
 
 
-def _parameters(
-    model_sites: Sequence[Site], params: Any, selection: Selection
-) -> list[tuple[Site, str]]:
+def _parameters(model_sites: Sites, params: Any, selection: Selection) -> list[tuple[Site, str]]:
     rule: Rule = getattr(params, "target_parameters", None) or []
     if not rule:
         return []
@@ -165,10 +182,10 @@ def _own_parameters(
                     yield f"{path}.{name}", (site, name)
 
 
-def _unfit_parameters(model_sites: Sequence[Site]) -> Iterator[tuple[str, str]]:
+def _unfit_parameters(model_sites: Sites) -> Iterator[tuple[str, str]]:
     """The parameters that can have no adapter, and why."""
     for path, (site, name) in _own_parameters(model_sites, least=0):
         if site.base._parameters[name].ndim < 2:  # type: ignore[union-attr]
             yield path, "has fewer than two dimensions"
-    for name in model_sites[0].model._parameters if model_sites else ():
+    for name in model_sites.model._parameters:
         yield name, "is the model's own; only those of the modules in it can have an adapter"

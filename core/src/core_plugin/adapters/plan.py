@@ -23,7 +23,7 @@ from core_plugin.adapters.rules import some
 from core_plugin.adapters.saved import SavedModule
 from core_plugin.adapters.switch import trains_bias
 from core_plugin.adapters.tokens import TokenRows, with_tied
-from core_plugin.adapters.tree import Site, sites, weight_is_read
+from core_plugin.adapters.tree import Site, Sites, weight_is_read
 from core_plugin.errors import ConfigError, PluginContractError
 from core_plugin.params import near
 from core_plugin.tensors import is_sharded
@@ -50,7 +50,7 @@ class Plan:
     """An injection that can be done."""
 
     model: nn.Module
-    sites: Sequence[Site]
+    sites: Sites
     """The model's modules."""
     held: Sequence[AdapterModule]
     """Those that have parts of adapters already."""
@@ -77,7 +77,7 @@ def plan(
         raise TypeError(
             f"{method.__name__} has parameters of the type {method.Params.__name__}, got {params!r}"
         )
-    model_sites = sites(model)
+    model_sites = Sites(model)
     held = [*_held(model, model_sites)]
     faults = [*_name_faults(adapter.name), *_model_faults(held, adapter)]
     faults += _site_faults(model_sites)
@@ -116,18 +116,16 @@ def _name_faults(name: str) -> Iterator[str]:
         yield f"an adapter cannot be called {name!r}, which torch's containers use"
 
 
-def _name_warnings(name: str, model_sites: Sequence[Site]) -> Iterator[str]:
-    for path in (site.paths[0] for site in model_sites):
-        if name in path and name in path.split("."):
-            yield (
-                f"the adapter {name!r} has the name of a module ({path}); it works, but other "
-                "readers of its names may take one for the other"
-            )
-            return
+def _name_warnings(name: str, model_sites: Sites) -> Iterator[str]:
+    for site in model_sites.called.get(name, ())[:1]:
+        yield (
+            f"the adapter {name!r} has the name of a module ({site.path}); it works, but other "
+            "readers of its names may take one for the other"
+        )
 
 
-def _held(model: nn.Module, model_sites: Sequence[Site]) -> Iterator[AdapterModule]:
-    for module in (model, *(site.module for site in model_sites)):
+def _held(model: nn.Module, model_sites: Sites) -> Iterator[AdapterModule]:
+    for module in (model, *model_sites.adapted):
         inner: nn.Module = module
         while isinstance(inner, AdapterModule):
             yield inner
@@ -151,19 +149,17 @@ def _model_faults(held: Sequence[AdapterModule], adapter: Adapter) -> Iterator[s
         yield "adapters are merged into the model; unmerge them first"
 
 
-def _site_faults(model_sites: Sequence[Site]) -> Iterator[str]:
-    ends = tuple(f".{name}" for name in (BASE_LAYER, SAVED))
-    for path in (site.paths[0] for site in model_sites):
-        if f".{path}".endswith(ends):
-            last = path.rpartition(".")[2]
-            yield f"{path}: {last!r} is a name that adapter layers use"
-    kinds = {type(p): p for site in model_sites for p in site.base._parameters.values()}
+def _site_faults(model_sites: Sites) -> Iterator[str]:
+    for name in (BASE_LAYER, SAVED):
+        for site in model_sites.called.get(name, ()):
+            yield f"{site.path}: {name!r} is a name that adapter layers use"
+    kinds = dict(zip(map(type, model_sites.parameters), model_sites.parameters, strict=True))
     if any(is_sharded(parameter) for parameter in kinds.values()):
         yield "the model is sharded already; inject adapters before it is"
 
 
 def _changed_bases(
-    targets: Sequence[Target], held: Sequence[AdapterModule], model_sites: Sequence[Site]
+    targets: Sequence[Target], held: Sequence[AdapterModule], model_sites: Sites
 ) -> Iterator[str]:
     """What is wrong with adapters whose initialisation changes the model's own weights."""
     for module in held:
@@ -174,7 +170,7 @@ def _changed_bases(
     if changing and held:
         yield "a new adapter would change the weights that the adapters of the model work on"
     if changing:
-        owned = [id(p) for s in model_sites for p in s.base._parameters.values() if p is not None]
+        owned = [id(p) for p in model_sites.parameters if p is not None]
         shared = {key for key, count in Counter(owned).items() if count > 1}
         for target in changing:
             if not shared.isdisjoint(map(id, target.site.base._parameters.values())):
@@ -294,7 +290,7 @@ class _Planner:
                 f"{site.path}.{name}: {self._method.__name__} has no layer for parameters"
             )
         elif isinstance(held, ParameterLayer):
-            return Target(dataclasses.replace(site, module=held, places=[]), None, params, name)
+            return Target(dataclasses.replace(site, module=held), None, params, name)
         elif isinstance(held, AdapterLayer):
             self._faults.append(f"{site.path} has a {type(held).__name__} of another adapter")
         elif reason := chosen.fault(site.base, params, name):

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from core_plugin.adapters.tree import Site, weight_is_read
+from core_plugin.adapters.tree import Site, Sites, weight_is_read
 
 TASK_HEADS: Mapping[str, tuple[str, ...]] = {
     "SEQ_CLS": ("classifier", "score"),
@@ -17,7 +17,7 @@ TASK_HEADS: Mapping[str, tuple[str, ...]] = {
 """What the heads of the models for a task are called; a new one is random and so it is trained."""
 
 
-def linear_layers(model_sites: Sequence[Site]) -> list[Site]:
+def linear_layers(model_sites: Sites) -> list[Site]:
     """Every ``nn.Linear``, and GPT-2's Conv1D, apart from the output head.
 
     What ``nn.MultiheadAttention`` holds is left out too: it is never called, only its weight is
@@ -28,10 +28,9 @@ def linear_layers(model_sites: Sequence[Site]) -> list[Site]:
     return [site for site in linear if site not in heads and not weight_is_read(site)]
 
 
-def _linear(model_sites: Sequence[Site]) -> list[Site]:
-    kinds = {type(site.base) for site in model_sites}
-    linear = {kind for kind in kinds if issubclass(kind, nn.Linear) or _is_conv1d(kind)}
-    return [site for site in model_sites if type(site.base) in linear]
+def _linear(model_sites: Sites) -> list[Site]:
+    linear = [k for k in model_sites.kinds if issubclass(k, nn.Linear) or _is_conv1d(k)]
+    return model_sites.of_kind(*linear)
 
 
 def _is_conv1d(kind: type[nn.Module]) -> bool:
@@ -39,7 +38,7 @@ def _is_conv1d(kind: type[nn.Module]) -> bool:
     return "transformers.pytorch_utils.Conv1D" in names
 
 
-def output_heads(model_sites: Sequence[Site], linear: Sequence[Site]) -> set[Site]:
+def output_heads(model_sites: Sites, linear: Sequence[Site]) -> set[Site]:
     """The linear layers that make the logits of tokens.
 
     They are those whose weight is tied to an embedding's, and what the model itself says
@@ -59,7 +58,7 @@ def output_heads(model_sites: Sequence[Site], linear: Sequence[Site]) -> set[Sit
     }
 
 
-def input_embeddings(model_sites: Sequence[Site]) -> list[Site]:
+def input_embeddings(model_sites: Sites) -> list[Site]:
     """The embedding of the tokens; several if it cannot be told which it is.
 
     It is what the model itself says (``get_input_embeddings()``), or the only one outside the
@@ -75,8 +74,8 @@ def input_embeddings(model_sites: Sequence[Site]) -> list[Site]:
     return [site for site in embeddings if site.base.num_embeddings in outputs] or embeddings
 
 
-def _embeddings(model_sites: Sequence[Site]) -> list[Any]:
-    return [site for site in model_sites if isinstance(site.base, nn.Embedding)]
+def _embeddings(model_sites: Sites) -> list[Any]:
+    return [*model_sites.of_kind(nn.Embedding)]
 
 
 def _outputs(layer: Any) -> int:
@@ -84,9 +83,9 @@ def _outputs(layer: Any) -> int:
     return size
 
 
-def _asked(model_sites: Sequence[Site], method: str) -> tuple[bool, Site | None]:
+def _asked(model_sites: Sites, method: str) -> tuple[bool, Site | None]:
     """Whether a model answers when one of its methods is asked, and the site that it tells."""
-    ask = getattr(model_sites[0].model, method, None) if model_sites else None
+    ask = getattr(model_sites.model, method, None)
     if ask is None:
         return False, None
     try:

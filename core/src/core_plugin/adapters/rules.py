@@ -109,11 +109,14 @@ class Names(Generic[T]):
 
     @functools.cached_property
     def _by_name(self) -> dict[str, list[tuple[str, T]]]:
-        """All of them by the last part of their paths."""
         by_name: dict[str, list[tuple[str, T]]] = collections.defaultdict(list)
         for pair in self.named:
             by_name[pair[0].rpartition(".")[2]].append(pair)
         return by_name
+
+    def called(self, name: str) -> Sequence[tuple[str, T]]:
+        """Those whose paths have this last part."""
+        return self._by_name.get(name, ())
 
     def match(self, rule: Rule) -> Hits[T]:
         """What each entry of a rule matches."""
@@ -122,7 +125,7 @@ class Names(Generic[T]):
             return {rule: [pair for pair in self.named if fits(pair[0])]}
         hits: Hits[T] = {entry: [] for entry in rule}
         for name in dict.fromkeys(entry.rpartition(".")[2] for entry in hits):
-            for pair in self._by_name.get(name, ()):
+            for pair in self.called(name):
                 for ending in endings(pair[0]):
                     if ending in hits:
                         hits[ending].append(pair)

@@ -11,7 +11,7 @@ from torch import nn
 from core_plugin.adapters.roles import TASK_HEADS, input_embeddings
 from core_plugin.adapters.rules import Names, Report, Rule, some, without_hits
 from core_plugin.adapters.selection import inside
-from core_plugin.adapters.tree import Site, weight_is_read
+from core_plugin.adapters.tree import Site, Sites, weight_is_read
 
 TOKENS = "trainable_token_indices"
 
@@ -55,7 +55,7 @@ def _uncalled(site: Site) -> str:
 
 
 def token_rows(
-    model_sites: Sequence[Site],
+    model_sites: Sites,
     modules: Names[Site],
     params: Any,
     saved: Sequence[Site],

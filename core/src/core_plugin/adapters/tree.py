@@ -7,7 +7,7 @@ import dataclasses
 
 from torch import nn
 
-from core_plugin.adapters.layer import AdapterLayer, ParameterLayer
+from core_plugin.adapters.layer import AdapterLayer, AdapterModule, ParameterLayer
 from core_plugin.tensors import WRAPPERS
 
 
@@ -20,50 +20,79 @@ class Site:
     """The model's own layer, inside the adapter layers if there are any."""
     in_block: bool
     """Whether it is inside one of a model's repeated blocks."""
-    model: nn.Module
-    """The whole model."""
-    paths: list[str]
-    """Its names in the model, without those of wrappers and of adapter layers."""
-    places: list[tuple[nn.Module, str]]
-    """The parent, and the name there, for each of the paths."""
+    path: str
+    """Its first name in the model, without those of wrappers and of adapter layers."""
+    place: tuple[nn.Module, str]
+    """The parent, and the name there."""
+    others: tuple[tuple[str, tuple[nn.Module, str]], ...] = ()
+    """The other paths and places."""
 
     @property
-    def path(self) -> str:
-        """The first of its paths, which is what messages call it."""
-        return self.paths[0]
+    def paths(self) -> list[str]:
+        """All its names in the model."""
+        return [self.path, *(path for path, _ in self.others)]
+
+    @property
+    def places(self) -> list[tuple[nn.Module, str]]:
+        """The parent, and the name there, for each of the paths."""
+        return [self.place, *(place for _, place in self.others)]
 
 
-def sites(model: nn.Module) -> list[Site]:
-    """The modules below the root, in their order; not those inside adapter layers.
+class Sites(list[Site]):
+    """The modules below a model's root, in their order; not those inside adapter layers.
 
     What is below a module whose own parameter is adapted is the model's all the same.
-    """
-    found: dict[int, Site] = {}
 
-    def visit(parent: nn.Module, prefix: str, in_block: bool) -> None:
+    There may be tens of thousands, and to look at each once more takes as long as to find it. So
+    what is asked of all of them is noted when they are found.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, _ = _unwrapped(model, (model, ""))
+        """The root."""
+        self.parents: list[nn.Module] = []
+        """The root, and the bases that have modules in them."""
+        self.called: dict[str, list[Site]] = collections.defaultdict(list)
+        """The sites by what their parents call them."""
+        self.parameters: list[nn.Parameter | None] = [*self.model._parameters.values()]
+        """What the root and the bases own, as often as they do; None for a bias that is not."""
+        self.adapted: list[AdapterModule] = []
+        """The sites' modules that hold parts of adapters."""
+        self.kinds: set[type[nn.Module]] = set()
+        """The types of the bases."""
+        self._found: dict[int, Site] = {}
+        self._visit(self.model, "", False)
+        self += self._found.values()
+
+    def of_kind(self, *kinds: type[nn.Module]) -> list[Site]:
+        """Those whose bases are of some types."""
+        found = {kind for kind in self.kinds if issubclass(kind, kinds)}
+        return [site for site in self if type(site.base) in found] if found else []
+
+    def _visit(self, parent: nn.Module, prefix: str, in_block: bool) -> None:
+        self.parents.append(parent)
         repeated = frozenset() if in_block else _repeated(parent)
+        found, called, parameters = self._found, self.called, self.parameters
         for name, child in parent._modules.items():
             if child is None:
                 continue
             is_block = in_block or type(child) in repeated
-            place = (parent, name)
+            place, path = (parent, name), prefix + name
             if not WRAPPERS.isdisjoint(child._modules):
                 child, place = _unwrapped(child, place)
-            base = child
-            while isinstance(base, AdapterLayer):
-                base = base.base_layer
-            path = prefix + name
+            base = child.owner if isinstance(child, AdapterLayer) else child
             if site := found.get(id(child)):
-                site.paths.append(path)
-                site.places.append(place)
+                site.others += ((path, place),)
             else:
-                found[id(child)] = Site(child, base, in_block, root, [path], [place])
+                site = found[id(child)] = Site(child, base, in_block, path, place)
+                if isinstance(child, AdapterModule):
+                    self.adapted.append(child)
+                parameters += base._parameters.values()
+                self.kinds.add(type(base))
+            called[name].append(site)
             if base._modules and (base is child or isinstance(child, ParameterLayer)):
-                visit(base, f"{path}.", is_block)
-
-    root, _ = _unwrapped(model, (model, ""))
-    visit(root, "", False)
-    return list(found.values())
+                self._visit(base, f"{path}.", is_block)
 
 
 def _unwrapped(
