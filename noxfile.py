@@ -154,6 +154,14 @@ def tests(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def slow(session: nox.Session) -> None:
+    """Run the tests that take minutes."""
+    install_tree(session, *group("test"))
+    arguments = session.posargs or TESTS
+    session.run("pytest", "-m", "slow", *arguments, env={"OMP_NUM_THREADS": "1"})
+
+
+@nox.session(default=False)
 def quickstart(session: nox.Session) -> None:
     """Train a small model on Python's own language reference, in two processes."""
     install_tree(session, "core-plugin[plot]")
@@ -199,5 +207,15 @@ def wheels(session: nox.Session, package: Package) -> None:
 def bench(session: nox.Session) -> None:
     """Run the benchmarks."""
     install_tree(session, *group("test"))
-    for name in session.posargs or ("discovery", "dispatch", "first_step", "step_time", "adapters"):
+    scripts = (
+        "discovery",
+        "dispatch",
+        "first_step",
+        "step_time",
+        "adapters",
+        "checkpoints",
+        "restart",
+        "sharding",
+    )
+    for name in session.posargs or scripts:
         session.run("python", f"benchmarks/{name}.py")

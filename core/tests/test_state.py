@@ -77,6 +77,18 @@ def test_a_loaded_optimizer_goes_on_bit_for_bit(tmp_path, optimizer_type, option
         assert torch.equal(fresh.state_dict()[name], tensor), name
 
 
+def test_what_is_staged_is_of_its_moment_and_needs_no_process_group(tmp_path):
+    model, optimizer = trained()
+    at_once = saved(tmp_path / "at-once", model, optimizer)
+    write = state.stage(model, optimizer, include_frozen=True)
+    step(model, optimizer)
+    (tmp_path / "staged").mkdir()
+    write(tmp_path / "staged", None)
+    for file in at_once.iterdir():
+        if file.name != ".metadata":  # which has a time in it
+            assert file.read_bytes() == (tmp_path / "staged" / file.name).read_bytes(), file
+
+
 def test_state_made_before_the_first_step_does_not_keep_the_rest_from_being_loaded(tmp_path):
     """A flag in ``optimizer.state`` makes torch's own loading skip all that is missing there."""
     model, optimizer = trained()

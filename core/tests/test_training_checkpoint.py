@@ -3,24 +3,36 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from core_plugin.errors import CheckpointError
+from core_plugin.training import saved
 from core_plugin.training.checkpoint import Checkpoints, verify
 from core_plugin.training.world import join
 
+STAGING = Path(__file__).with_name("staging_processes.py")
+
 
 @pytest.fixture
-def checkpoints(tmp_path):
+def world():
     with join(None) as world:
         world.start("gloo")
-        yield Checkpoints(tmp_path / "checkpoints", world, keep=2)
+        yield world
     assert not dist.is_initialized()
 
 
-def write(directory):
+@pytest.fixture
+def checkpoints(tmp_path, world):
+    return Checkpoints(tmp_path / "checkpoints", world, keep=2)
+
+
+def write(directory, world=None):
     (directory / "state").mkdir()
     (directory / "state" / "tensors").write_bytes(bytes(range(256)))
     (directory / "run.json").write_text("{}")
@@ -60,7 +72,7 @@ def test_damage_is_found_and_the_one_before_it_is_the_newest(checkpoints, damage
 def test_a_save_that_fails_leaves_nothing_and_the_others_as_they_were(checkpoints, tmp_path):
     kept = checkpoints.save(1, write)
 
-    def fail(directory):
+    def fail(directory, world):
         write(directory)
         raise OSError(28, "No space left on device")
 
@@ -96,3 +108,115 @@ def test_saving_a_step_again_replaces_it(checkpoints):
     checkpoints.save(1, write)
     assert verify(checkpoints.save(1, write)) == []
     assert list(checkpoints.steps()) == [1]
+
+
+# The best
+
+
+def with_loss(loss):
+    def write_with_loss(directory, world):
+        write(directory)
+        (directory / "run.json").write_text(json.dumps({"loss": loss}))
+
+    return write_with_loss
+
+
+def save_all(checkpoints, losses):
+    for step, loss in enumerate(losses, 1):
+        checkpoints.save(step, with_loss(loss))
+
+
+def flip(checkpoint):
+    file = checkpoint / "state" / "tensors"
+    content = bytearray(file.read_bytes())
+    content[100] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("losses", "left"),
+    [
+        ([3, 1, 2, 4, 5], [2, 4, 5]),
+        ([3, 5, 4, 2, 1], [4, 5]),
+        ([1, 3, 1, 4, 5], [3, 4, 5]),
+        ([None, 2, None, None, None], [2, 4, 5]),
+        ([None] * 5, [4, 5]),
+        ([2, float("nan"), 3, 4, 5], [1, 4, 5]),
+        ([2, "low", 3, -float("inf"), 5], [1, 4, 5]),
+    ],
+)
+def test_the_one_with_the_lowest_loss_is_kept_too(checkpoints, losses, left):
+    save_all(checkpoints, losses)
+    assert list(checkpoints.steps()) == left
+
+
+def test_the_best_is_not_kept_if_it_is_not_wanted(tmp_path, world):
+    checkpoints = Checkpoints(tmp_path, world, keep=1, keep_best=False)
+    save_all(checkpoints, [1, 2, 3])
+    assert list(checkpoints.steps()) == [3]
+
+
+def test_another_process_knows_the_best(tmp_path, world):
+    save_all(Checkpoints(tmp_path, world, keep=1), [2, 1, 3])
+    later = Checkpoints(tmp_path, world, keep=1)
+    for step, loss in ((4, 1.5), (5, 0.5), (6, 2)):
+        later.save(step, with_loss(loss))
+    assert list(later.steps()) == [5, 6]
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_broken_one_is_not_the_best(tmp_path, world, is_new):
+    """Whether this process wrote it, and so knows its hashes, or another one."""
+    checkpoints = Checkpoints(tmp_path, world, keep=1)
+    save_all(checkpoints, [1, 2])
+    if is_new:
+        checkpoints = Checkpoints(tmp_path, world, keep=1)
+    flip(checkpoints.steps()[1])
+    with pytest.warns(UserWarning, match="step-00000001 is broken, and set aside as broken-step-"):
+        checkpoints.save(3, with_loss(3))
+    assert list(checkpoints.steps()) == [2, 3]
+    checkpoints.save(4, with_loss(4))
+    assert list(checkpoints.steps()) == [2, 4]
+
+
+def test_a_broken_one_is_not_the_newest_that_is_kept(checkpoints):
+    save_all(checkpoints, [1, 2, 3])
+    flip(checkpoints.steps()[3])
+    with pytest.warns(UserWarning, match="step-00000003 is broken"):
+        checkpoints.save(4, with_loss(4))
+    assert list(checkpoints.steps()) == [1, 2, 4]
+
+
+def test_what_has_not_changed_is_not_read_again(checkpoints, monkeypatch):
+    save_all(checkpoints, [1, 2, 3])
+    read = []
+    sha256 = saved.sha256
+    monkeypatch.setattr(saved, "sha256", lambda file: read.append(file) or sha256(file))
+    path = checkpoints.save(4, with_loss(4))
+    assert {file.parent.parent.name for file in read if file.name == "tensors"} == {
+        f".partial-{path.name}"
+    }
+
+
+def test_sizes_are_compared_without_reading_the_content(checkpoints):
+    path = checkpoints.save(1, write)
+    flip(path)
+    assert verify(path, content=False) == []
+    assert verify(path) == ["state/tensors has another content than was written (SHA-256)"]
+    (path / "state" / "tensors").write_bytes(b"short")
+    assert verify(path, content=False) == ["state/tensors has 5 bytes, not 256"]
+
+
+# In the background
+
+
+def test_one_to_four_ranks_write_copies_while_they_train_on(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(STAGING), str(tmp_path)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -8,8 +8,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+from core_plugin.adapters import base_name
+from core_plugin.adapters.layer import AdapterLayer, AdapterParameters
 from core_plugin.errors import ConfigError
+from core_plugin.tensors import canonical_name
 from core_plugin.training.materialize import Materializer
 
 CPU = torch.device("cpu")
@@ -149,10 +153,82 @@ def test_weights_that_do_not_fit_are_refused_with_every_name(tmp_path):
     assert "has layers.2.weight, which the model has not" in str(caught.value)
 
 
-def test_a_weight_of_another_shape_is_refused(tmp_path):
+def test_weights_of_other_shapes_are_refused_with_all_other_faults(tmp_path):
     state = materialized().state_dict()
-    del state["head.weight"]
+    del state["head.weight"], state["head.bias"]
     state["layers.0.bias"] = torch.zeros(4)
+    state["layers.1.weight"] = torch.zeros(3)
     save_file(state, tmp_path / "w.safetensors")
-    with pytest.raises(ConfigError, match=r"layers.0.bias has the shape \(4,\), the model's"):
+    with pytest.raises(ConfigError) as caught:
         materialized(weights=[str(tmp_path / "w.safetensors")])
+    assert "head.bias is in no weights file" in str(caught.value)
+    assert "layers.0.bias has the shape (4,), the model's has (3,)" in str(caught.value)
+    assert "layers.1.weight has the shape (3,), the model's has (3, 3)" in str(caught.value)
+
+
+def test_weights_of_another_dtype_are_converted(tmp_path):
+    state = {n: t.bfloat16() for n, t in materialized().state_dict().items() if n != "head.weight"}
+    save_file(state, tmp_path / "w.safetensors")
+    model = materialized(weights=[str(tmp_path / "w.safetensors")])
+    assert model.layers[0].weight.dtype == torch.float32
+    assert torch.equal(model.layers[0].weight, state["layers.0.weight"].float())
+
+
+def test_tensors_from_files_own_their_memory(tmp_path):
+    state = {n: t for n, t in materialized().state_dict().items() if n != "head.weight"}
+    save_file(state, tmp_path / "w.safetensors")
+    model = materialized(weights=[str(tmp_path / "w.safetensors")])
+    for tensor in (*model.parameters(), model.scale.kept):
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+def test_values_do_not_depend_on_what_modules_are_wrapped_in():
+    plain, model = materialized(), build()
+    model.layers = nn.ModuleList(map(checkpoint_wrapper, model.layers))
+    Materializer(model, CPU, 0, reset, canonical_name)(model)
+    for (name, tensor), expected in zip(
+        model.state_dict().items(), plain.state_dict().values(), strict=True
+    ):
+        assert torch.equal(tensor, expected), name
+
+
+class Measured(AdapterLayer):
+    """An adapter that begins with its base layer's values, and halves them there."""
+
+    def __init__(self, base_layer: nn.Linear) -> None:
+        super().__init__(base_layer)
+        self.measured = AdapterParameters(nn.init.zeros_)
+        self.adapters["a"] = None
+        self.measured.add("a", base_layer.weight.shape, base_layer)
+
+    def initialize(self, name: str) -> None:
+        base = self.base_layer.weight
+        assert type(base) is nn.Parameter
+        assert base.device == self.measured[name].device == CPU
+        self.measured[name].copy_(base + torch.rand(3))
+        base.mul_(0.5)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        lambda m: [m],
+        lambda m: [m.embedding, m.head.base_layer, m],
+        lambda m: [m.layers[0].measured, m.head, m.embedding, m],
+    ],
+)
+def test_adapters_begin_with_their_bases_values(parts):
+    """Those of a tied layer, which another one owns, included."""
+    plain, model = materialized(), build()
+    model.layers[0] = Measured(model.layers[0])
+    model.head = Measured(model.head)
+    materialize = Materializer(model, CPU, 0, reset, base_name)
+    for part in parts(model):
+        materialize(part)
+    assert torch.equal(model.layers[0].base_layer.weight, plain.layers[0].weight / 2)
+    assert torch.equal(model.head.base_layer.weight, plain.head.weight / 2)
+    assert model.head.base_layer.weight is model.embedding.weight
+    drawn = model.layers[0].measured["a"] - plain.layers[0].weight
+    assert 0 <= drawn.min() < drawn.max() < 1
+    materialize(model)
+    assert torch.equal(model.head.base_layer.weight, plain.head.weight / 2)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
+import torch.distributed as dist
 
 from core_plugin.errors import ConfigError
 from core_plugin.training.world import (
     Place,
+    fresh_store,
     place_from_environment,
     rendezvous_variables,
 )
@@ -72,3 +77,18 @@ def test_contradictions_are_refused(changes, message):
     environment = {k: v for k, v in {**TORCHRUN, **changes}.items() if v is not None}
     with pytest.raises(ConfigError, match=message):
         place_from_environment(environment)
+
+
+def test_ranks_that_are_started_again_do_not_read_what_they_left_in_the_store():
+    store = dist.HashStore()
+    with ThreadPoolExecutor(3) as threads:
+        for attempt in range(3):
+            ranks = [1, 0, 2] if attempt else [0, 1, 2]
+            futures = {}
+            for rank in ranks:
+                futures[rank] = threads.submit(fresh_store, store, Place(rank, rank, 3, 3))
+                time.sleep(0.05)  # the others may come before the rank that makes a new offer
+            stores = [futures[rank].result(10) for rank in range(3)]
+            assert not any(own.check(["key"]) for own in stores)
+            stores[attempt].set("key", str(attempt))
+            assert [own.get("key") for own in stores] == [str(attempt).encode()] * 3

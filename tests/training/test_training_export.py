@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
-import os
 import shutil
-import subprocess
-import sys
-import warnings
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
+from exports import MODEL, checkpoints, command, logits, names, saved_tensors, sign, train
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from core_plugin import config, document
 from core_plugin.adapters import inject, load_adapter
@@ -29,46 +24,9 @@ from core_plugin.training.export import export
 from core_plugin.training.world import join
 from core_plugin_lora.plugin import LoRA, LoRAParams
 
-TOKENS = torch.arange(32).reshape(2, 16) * 7 % 300
 PARAMS = Decoder.Params(hidden_size=16, layers=2, heads=2)
-MODEL = {"name": "decoder", "hidden_size": 16, "layers": 2, "heads": 2}
+TOKENIZER_FILES = ["tokenizer.json", "tokenizer_config.json"]
 LORA = {"r": 2, "lora_alpha": 64, "target_modules": ["q_proj", "up_proj", "lm_head"]}
-
-
-def command(path: Path, *arguments: object) -> tuple[int, str]:
-    """The exit code of the real command, and all that it printed."""
-    done = subprocess.run(
-        [sys.executable, "-m", "core_plugin", *map(str, arguments)],
-        cwd=path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    return done.returncode, done.stdout
-
-
-def train(path: Path, name: str, ranks: int, **parts: object) -> Path:
-    """The directory of a run of four steps, whose adapter changes the logits visibly."""
-    text = {"name": "text", "path": "corpus.txt", "sequence_length": 16, "vocabulary_size": 300}
-    parts = {"model": MODEL, "distributed": "none", **parts}
-    job = {
-        "data": text,
-        "optimizer": {"name": "adamw", "lr": 0.1},
-        "device": {"name": "cpu", "threads": 1},
-        "hooks": [],
-        "train": {"steps": 4, "global_batch_size": 4, "micro_batch_size": 2},
-        "checkpoint": {"directory": name, "every": 2, "keep": 2},
-        "launcher": {"name": "torchrun", "processes_per_host": ranks} if ranks > 1 else "local",
-        **parts,
-    }
-    file = path / f"{name}.yaml"
-    file.write_text(json.dumps(job))
-    code, output = command(path, "train", file)
-    assert code == 0, output
-    return path / name
 
 
 @pytest.fixture(scope="module")
@@ -95,20 +53,6 @@ def base() -> Base:
     return Base(PARAMS, 300)
 
 
-def checkpoints(run: Path) -> list[Path]:
-    return sorted((run / "checkpoints").glob("step-*"))
-
-
-def saved_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """The model's, whole, read without core-plugin."""
-    reader = dcp.FileSystemReader(checkpoint / "state")
-    metadata = reader.read_metadata().state_dict_metadata.items()
-    tensors = {n: torch.empty(m.size) for n, m in metadata if n.startswith("model.")}
-    with warnings.catch_warnings(action="ignore", category=UserWarning):
-        dcp.load(tensors, storage_reader=reader, no_dist=True)
-    return {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
-
-
 def read_model(directory: Path, **model: object) -> torch.nn.Module:
     """What a run whose ``model.weights`` is an exported directory begins with."""
     return untrained(configuration(directory) | {"peft": None}, weights=str(directory), **model)
@@ -122,11 +66,6 @@ def untrained(run: dict[str, object], **model: object) -> torch.nn.Module:
         return shard_model(resolved, build_model(resolved, 300), torch.device("cpu"), world)
 
 
-def logits(model: torch.nn.Module) -> torch.Tensor:
-    with torch.no_grad():
-        return model.eval()(TOKENS)
-
-
 def adapted(model: torch.nn.Module, adapter: Path) -> torch.Tensor:
     """The logits of a model with the adapter of a run beside it."""
     inject(model, LoRA, LoRAParams(**LORA))
@@ -138,15 +77,12 @@ def configuration(directory: Path) -> dict[str, object]:
     return document.read(directory / "run.yaml")[0]
 
 
-def names(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.iterdir())
-
-
 def test_a_trained_model_is_written_by_the_architectures_names(runs, tmp_path):
     code, output = command(runs, "export", "whole", tmp_path / "out")
     assert code == 0, output
-    assert f"step-00000004 is in {tmp_path}/out: model.safetensors, run.yaml, tokenizer" in output
-    assert names(tmp_path / "out") == ["model.safetensors", "run.yaml", "tokenizer.json"]
+    files = ["config.json", "model.safetensors", "run.yaml", *TOKENIZER_FILES]
+    assert output.endswith(f"step-00000004 is in {tmp_path}/out: {', '.join(files)}\n")
+    assert names(tmp_path / "out") == files
     newest = checkpoints(runs / "whole")[-1]
     tensors, saved = load_file(tmp_path / "out" / "model.safetensors"), saved_tensors(newest)
     assert "lm_head.weight" not in tensors
@@ -159,33 +95,21 @@ def test_a_trained_model_is_written_by_the_architectures_names(runs, tmp_path):
     assert config.resolve(written).resolved() == written
 
 
-def llama(tensors: dict[str, torch.Tensor], tied: bool) -> torch.Tensor:
-    """The logits of the model of the same names in transformers."""
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=300,
-            hidden_size=16,
-            intermediate_size=len(tensors["model.layers.0.mlp.gate_proj.weight"]),
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            rms_norm_eps=1e-5,
-            tie_word_embeddings=tied,
-        )
-    )
-    missing, unexpected = model.load_state_dict(tensors, strict=False)
-    assert (missing, unexpected) == (["lm_head.weight"] if tied else [], [])
-    with torch.no_grad():
-        return model.eval()(TOKENS).logits
+def in_transformers(directory: Path) -> torch.Tensor:
+    """The logits of what ``from_pretrained`` makes of a directory, with all of its tensors."""
+    model, found = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
+    assert not any(found.values()), found
+    assert type(model) is LlamaForCausalLM
+    return logits(model)
 
 
 def test_a_written_model_computes_the_same_in_a_run_and_in_transformers(runs, tmp_path):
-    export(runs / "whole", tmp_path / "out", merge=False)
+    export(runs / "whole", tmp_path / "out")
     expected = CausalLM(dataclasses.replace(PARAMS, tie_embeddings=True), 300)
     saved = saved_tensors(checkpoints(runs / "whole")[-1])
     expected.load_state_dict(saved, strict=False)
     assert torch.equal(logits(read_model(tmp_path / "out")), logits(expected))
-    tensors = load_file(tmp_path / "out" / "model.safetensors")
-    torch.testing.assert_close(llama(tensors, tied=True), logits(expected))
+    torch.testing.assert_close(in_transformers(tmp_path / "out"), logits(expected))
 
 
 def test_a_merged_model_computes_what_the_adapted_one_did(runs, tmp_path):
@@ -196,14 +120,14 @@ def test_a_merged_model_computes_what_the_adapted_one_did(runs, tmp_path):
     torch.testing.assert_close(merged, expected, rtol=1e-5, atol=1e-5)
     assert (merged - plain).abs().max() > 0.1
     tensors = load_file(tmp_path / "merged" / "model.safetensors")
-    torch.testing.assert_close(llama(tensors, tied=False), merged)
+    torch.testing.assert_close(in_transformers(tmp_path / "merged"), merged)
     assert torch.equal(tensors["model.norm.weight"], base().model.norm.weight)
 
 
 def test_without_merging_the_adapters_files_are_copied(runs, tmp_path):
-    export(runs / "adapter", tmp_path / "out", merge=False)
+    export(runs / "adapter", tmp_path / "out")
     adapter = checkpoints(runs / "adapter")[-1] / "adapter"
-    assert names(tmp_path / "out") == sorted([*names(adapter), "run.yaml", "tokenizer.json"])
+    assert names(tmp_path / "out") == sorted([*names(adapter), "run.yaml", *TOKENIZER_FILES])
     for file in adapter.iterdir():
         assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes()
     expected = adapted(base(), adapter)
@@ -232,12 +156,13 @@ def test_the_newest_checkpoint_of_a_run_is_meant_and_another_can_be(runs, tmp_pa
     moved = shutil.copytree(first, tmp_path / "moved")
     for source, expected in [(runs / "whole", last), (first, first), (moved, first)]:
         out = tmp_path / "out"
-        assert export(source, out, merge=False).samefile(source if source is moved else expected)
+        found = export(source, out).checkpoint
+        assert found.samefile(source if source is moved else expected)
         norm = load_file(out / "model.safetensors")["model.norm.weight"]
         assert torch.equal(norm, saved_tensors(expected)["model.norm.weight"])
         shutil.rmtree(out)
     out.mkdir()
-    export(last, out, merge=False)
+    export(last, out)
     assert names(tmp_path) == ["moved", "out"]
 
 
@@ -251,6 +176,8 @@ def test_what_is_wrong_is_told_and_nothing_is_written(runs, tmp_path):
         2,
         f"error: {checkpoint} has no adapter to merge; leave --merge out\n",
     )
+    with pytest.raises(ConfigError, match="leave --dtype out, or write the whole model with --m"):
+        export(runs / "adapter", out, dtype=torch.bfloat16)
     for source, directory, fault in [
         (tmp_path / "x", out, "x is neither a checkpoint nor the directory of a run"),
         (tmp_path / "full", out, "full is neither a checkpoint nor the directory of a run"),
@@ -261,7 +188,7 @@ def test_what_is_wrong_is_told_and_nothing_is_written(runs, tmp_path):
         (run, checkpoint / "out", "out is inside the checkpoint, which is not to be changed"),
     ]:
         with pytest.raises(ConfigError, match=fault):
-            export(source, directory, merge=False)
+            export(source, directory)
     assert names(tmp_path) == ["empty", "full"]
     assert names(tmp_path / "full") == ["file"]
     assert verify(checkpoint) == []
@@ -272,12 +199,8 @@ def changed(checkpoint: Path, path: Path, slot: str, **parameters: object) -> Pa
     shutil.copytree(checkpoint, path)
     saved = json.loads((path / "run.json").read_text())
     saved["config"][slot] |= parameters
-    text = json.dumps(saved)
-    (path / "run.json").write_text(text)
-    manifest = json.loads((path / "manifest.json").read_text())
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    manifest["files"]["run.json"] = {"size": len(text), "sha256": digest}
-    (path / "manifest.json").write_text(json.dumps(manifest))
+    (path / "run.json").write_text(json.dumps(saved))
+    sign(path)
     return path
 
 
@@ -285,10 +208,10 @@ def test_a_checkpoint_that_is_broken_or_of_another_model_is_told(runs, tmp_path)
     newest = checkpoints(runs / "whole")[-1]
     other = changed(newest, tmp_path / "other", "model", layers=1)
     with pytest.raises(ConfigError, match=r"layers\.1\.mlp\.up_proj\.weight is in it, but not in"):
-        export(other, tmp_path / "out", merge=False)
+        export(other, tmp_path / "out")
     (other / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"broken:\n  tokenizer\.json has 2 bytes, not"):
-        export(other, tmp_path / "out", merge=False)
+        export(other, tmp_path / "out")
     assert names(tmp_path) == ["other"]
 
 
@@ -299,7 +222,7 @@ def test_weights_that_are_not_finite_are_not_written(runs, tmp_path):
     newest, weights = checkpoints(runs / "adapter")[-1], str(tmp_path / "bad.safetensors")
     bad = changed(newest, tmp_path / "checkpoint", "model", weights=weights)
     with pytest.raises(
-        ConfigError, match=r"would make .*1\.self_attn\.q_proj\.weight infinite or not"
+        ConfigError, match=r"merging makes .*1\.self_attn\.q_proj\.weight infinite or not"
     ):
         export(bad, tmp_path / "out", merge=True)
     assert names(tmp_path) == ["bad.safetensors", "checkpoint"]

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import hashlib
+import inspect
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
@@ -20,6 +21,7 @@ from core_plugin.params import Origin, near, parse_params, require
 from core_plugin.plugin import BasePlugin
 from core_plugin.types import (
     AdapterLayerPlugin,
+    BaseDistributed,
     DataPlugin,
     DevicePlugin,
     DistributedPlugin,
@@ -46,6 +48,14 @@ class TrainParams:
         seed: Of initialisation, data order and dropout.
         log_every: Steps between two logs; only then is the device waited for.
         deterministic: Refuse operations whose results differ from run to run.
+        blocks: The class names of the model's repeated blocks, which are sharded, recomputed and
+            compiled one by one; null for those that the architecture names, or that are found.
+        activation_checkpointing: What of a block's activations is computed again in backward
+            instead of kept: none, all (full), all but the results of matrix products and
+            attention (selective), or all in every n-th block (a number).
+        compile: Compile the blocks one by one: true, or the name of a ``torch.compile`` backend.
+        hang_timeout: Seconds without progress after which the run ends and says which rank is
+            where; null waits for ever.
     """
 
     steps: int
@@ -56,6 +66,10 @@ class TrainParams:
     seed: int = 0
     log_every: int = 1
     deterministic: bool = False
+    blocks: list[str] | None = None
+    activation_checkpointing: Literal["none", "full", "selective"] | int = "none"
+    compile: bool | str = False
+    hang_timeout: float | None = 1800.0
 
     def __post_init__(self) -> None:
         counts = ("steps", "global_batch_size", "micro_batch_size", "log_every")
@@ -74,6 +88,16 @@ class TrainParams:
                 f"max_grad_norm must be positive or null, got {self.max_grad_norm}",
             ),
             (0 <= self.seed < 2**63, f"seed must be from 0 to 2**63 - 1, got {self.seed}"),
+            (
+                isinstance(self.activation_checkpointing, str)
+                or self.activation_checkpointing >= 1,
+                "activation_checkpointing must be at least 1 if it is a number, "
+                f"got {self.activation_checkpointing}",
+            ),
+            (
+                self.hang_timeout is None or self.hang_timeout > 0,
+                f"hang_timeout must be positive or null, got {self.hang_timeout}",
+            ),
         )
 
 
@@ -86,6 +110,8 @@ class CheckpointParams:
             from the working directory.
         every: Steps between two checkpoints; null saves at the end only.
         keep: How many checkpoints are kept, the newest ones.
+        keep_best: Keep, beside the newest, the one before which the loss was lowest.
+        asynchronous: Write checkpoints while training goes on, from a copy on the host.
         resume: ``none`` starts anew, in a directory without checkpoints; ``auto`` (``--resume``)
             goes on from the newest complete checkpoint, if there is one; else the path of one.
         allow_changes: Go on from a checkpoint that another model, data, adapter or optimizer
@@ -95,6 +121,8 @@ class CheckpointParams:
     directory: str = "runs/default"
     every: int | None = None
     keep: int = 2
+    keep_best: bool = True
+    asynchronous: bool = False
     resume: str = "none"
     allow_changes: bool = False
 
@@ -176,6 +204,8 @@ class RunConfig:
     plugins: PluginsParams
     document: Mapping[str, Any]
     """What the user wrote, overrides included."""
+    origin: Origin = dataclasses.field(default_factory=Origin, compare=False)
+    """Where each part of it stands."""
 
     def __getitem__(self, slot: str) -> Selection:
         """The one selection of a slot. Raises KeyError if it is empty."""
@@ -308,7 +338,7 @@ def _resolve(document: dict[str, Any], origin: Origin, faults: _Faults) -> RunCo
     }
     if faults:
         raise faults.together()
-    run = RunConfig(selections, **sections, document=document)
+    run = RunConfig(selections, **sections, document=document, origin=origin)
     for fault in _combination_faults(run):
         faults.add(fault)
     if faults:
@@ -382,6 +412,21 @@ def _combination_faults(run: RunConfig) -> Iterator[str]:
             f"{processes} processes, but the strategy {strategy.route.name!r} is for one; "
             "choose another one under distributed"
         )
+    if run.checkpoint.asynchronous and _saves_its_own_way(strategy.implementation):
+        yield strategy.origin.fault(
+            f"the strategy {strategy.route.name!r} has a save_checkpoint of its own, but no "
+            "stage_checkpoint: it cannot save while training goes on; leave out "
+            "checkpoint.asynchronous"
+        )
+
+
+def _saves_its_own_way(strategy: type[BaseDistributed]) -> bool:
+    """Whether a strategy overrides what writes its checkpoints, but not what copies them."""
+    saves, copies = (
+        inspect.getattr_static(strategy, name) is not vars(BaseDistributed)[name]
+        for name in ("save_checkpoint", "stage_checkpoint")
+    )
+    return saves and not copies
 
 
 def _as_strings(faults: str | Iterable[str]) -> list[str]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -160,19 +160,42 @@ def save(model: nn.Module, optimizer: Optimizer, directory: Path, *, include_fro
 
     ``model`` is the unwrapped one.
     """
+    write = stage(model, optimizer, include_frozen=include_frozen, copy=False)
+    write(directory, None)
+
+
+def stage(
+    model: nn.Module, optimizer: Optimizer, *, include_frozen: bool, copy: bool = True
+) -> Callable[[Path, dist.ProcessGroup | None], None]:
+    """See :meth:`core_plugin.types.distributed.BaseDistributed.stage_checkpoint`.
+
+    ``model`` is the unwrapped one. Without ``copy``, the tensors themselves are written.
+    """
     tensors = _checkpoint_tensors(model, include_frozen)
     tensors |= {f"optimizer.{n}": t for n, t in optimizer_tensors(model, optimizer).items()}
     text = _as_json(_plain_state(model, optimizer), optimizer)
-    with _torch_errors(f"{directory} cannot be written"):
-        dcp.save(
-            _detached(tensors), storage_writer=_writer(directory), no_dist=not dist.is_initialized()
-        )
-    if _rank() == 0:
-        (directory / OPTIMIZER_FILE).write_text(text, encoding="utf-8")
+    tensors = _detached(tensors)
+    if copy:  # of a sharded tensor, this rank's part, as one that is sharded alike
+        tensors = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
+
+    def write(directory: Path, group: dist.ProcessGroup | None) -> None:
+        with _torch_errors(f"{directory} cannot be written"):
+            dcp.save(
+                dict(tensors),
+                storage_writer=_writer(directory, are_copies=copy),
+                process_group=group,
+                no_dist=not dist.is_initialized(),
+            )
+        if _rank() == 0:
+            (directory / OPTIMIZER_FILE).write_text(text, encoding="utf-8")
+
+    return write
 
 
-def _writer(directory: Path) -> dcp.FileSystemWriter:
+def _writer(directory: Path, *, are_copies: bool) -> dcp.FileSystemWriter:
     """A writer that copies to the host ahead of writing, where there is pinned memory for it."""
+    if are_copies:
+        return dcp.FileSystemWriter(directory, per_thread_copy_ahead=0)
     try:
         torch.empty(1, pin_memory=True)
     except RuntimeError:
@@ -198,7 +221,7 @@ def _torch_errors(what: str) -> Iterator[None]:
         raise CheckpointError("\n  ".join([f"{what}:", *failures])) from error
 
 
-def _detached(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+def _detached(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in tensors.items()}
 
 
@@ -240,14 +263,46 @@ def load_model(model: nn.Module, directory: Path, *, include_frozen: bool) -> No
     Raises:
         CheckpointError: A tensor is missing, extra, or of another shape; nothing was changed.
     """
+    held = model_tensors(model)
+    saved = saved_tensors(model, directory, include_frozen=include_frozen)
+    read_tensors({name: held[name] for name in saved}, directory)
+
+
+def saved_tensors(model: nn.Module, directory: Path, *, include_frozen: bool) -> dict[str, Tensor]:
+    """The model's tensors as a checkpoint has them, on ``meta``, by name, in the model's order.
+
+    The arguments are those of :func:`load`; the model may be on ``meta``.
+
+    Raises:
+        CheckpointError: A tensor is missing, extra, or of another shape.
+    """
     metadata = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
-    saved = {name: m for name, m in metadata.items() if name.startswith("model.")}
+    saved: dict[str, Any] = {n: m for n, m in metadata.items() if n.startswith("model.")}
     tensors = _checkpoint_tensors(model, include_frozen)
     if faults := _differences(tensors, saved):
         raise CheckpointError(f"{directory} does not fit the run:\n  " + "\n  ".join(faults))
+    return {
+        name.removeprefix("model."): tensor.new_empty(
+            tensor.shape, dtype=saved[name].properties.dtype, device="meta"
+        )
+        for name, tensor in tensors.items()
+    }
+
+
+def read_tensors(tensors: Mapping[str, Tensor], directory: Path) -> None:
+    """Read some of a model's tensors of a checkpoint, in one process.
+
+    Args:
+        tensors: What is read into, by name; another precision than the checkpoint's is rounded to.
+        directory: The checkpoint's.
+
+    Raises:
+        CheckpointError: A file cannot be read.
+    """
+    named = {f"model.{name}": tensor.detach() for name, tensor in tensors.items()}
     with _torch_errors(f"{directory} cannot be read"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        dcp.load(_detached(tensors), checkpoint_id=directory, no_dist=True)
+        dcp.load(named, checkpoint_id=directory, no_dist=True)
 
 
 def _restore_option(group: dict[str, Any], key: str, value: Any) -> None:

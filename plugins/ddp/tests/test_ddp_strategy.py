@@ -1,17 +1,10 @@
-"""DDP in groups of real processes; what each does is in ddp_processes.py."""
-
-import os
-import subprocess
-import sys
-from pathlib import Path
+"""DDP averages gradients on real ranks (see ddp_averaging.py), and checks its parameters."""
 
 import pytest
 
 from core_plugin import config
 from core_plugin.errors import ConfigError
 from core_plugin.types import DistributedPlugin
-
-SCRIPT = Path(__file__).with_name("ddp_processes.py")
 
 
 @pytest.mark.parametrize(
@@ -32,16 +25,8 @@ SCRIPT = Path(__file__).with_name("ddp_processes.py")
         ("a_model_that_trains_nothing_is_refused", 1),
     ],
 )
-def test_on_real_ranks(scenario, world_size):
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), scenario, str(world_size)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+def test_on_real_ranks(ddp_processes, scenario, world_size):
+    ddp_processes.run(f"ddp_averaging:{scenario}", world_size)
 
 
 @pytest.mark.parametrize("value", [0, -1.0])
@@ -49,6 +34,13 @@ def test_parameters_are_checked(value):
     strategy = DistributedPlugin("ddp")
     with pytest.raises(ConfigError, match="bucket_cap_mb must be positive"):
         strategy.parse_params({"bucket_cap_mb": value}, strategy.Params)
+
+
+def test_a_static_graph_needs_no_search_for_unused_parameters():
+    strategy = DistributedPlugin("ddp")
+    both = {"static_graph": True, "find_unused_parameters": True}
+    with pytest.raises(ConfigError, match="static_graph finds the unused parameters in the first"):
+        strategy.parse_params(both, strategy.Params)
 
 
 @pytest.mark.parametrize("value", ["auto", True, False])

@@ -1,101 +1,29 @@
-"""What the distributed tests run: ``fsdp2_processes.py SCENARIO WORLD_SIZE [DIRECTORY]``.
+"""Scenarios of sharding, gradients, replicas and checkpoints; each runs on every rank."""
 
-Starts the processes of one gloo group and runs the function named SCENARIO on each. Any failed
-assertion ends the program with an error.
-"""
-
-import sys
-import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from fsdp2_model import (
+    AVERAGES,
+    FSDP2,
+    SUMS,
+    Net,
+    Reductions,
+    assert_gradients,
+    assert_gradients_are_near,
+    averaged_gradients,
+    data,
+    loss,
+    reference,
+    shard,
+)
 from torch import nn
-from torch.distributed import ReduceOp
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from core_plugin.errors import ConfigError
-from core_plugin.privateuse1 import DeviceCapabilities
-from core_plugin.types import DistributedPlugin
 from core_plugin.types.distributed import ShardContext
-
-FSDP2 = DistributedPlugin("fsdp2").resolve()
-AVERAGES = DeviceCapabilities(average_in_collectives=True)
-SUMS = DeviceCapabilities()
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(6, 10)
-        self.down = nn.Linear(10, 6)
-        self.dtype = None
-
-    def forward(self, x):
-        self.dtype = x.dtype
-        self.whole = not isinstance(self.up.weight, DTensor)
-        return x + self.down(torch.relu(self.up(x)))
-
-
-class Net(nn.Module):
-    """Two blocks; the head is tied to the embedding, whose 7 rows no number of ranks divides."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(7, 6)
-        self.blocks = nn.ModuleList([Block(), Block()])
-        self.head = nn.Linear(6, 7, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, ids):
-        x = self.embedding(ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-def reference(seed: int = 0) -> Net:
-    torch.manual_seed(seed)
-    return Net()
-
-
-def shard(
-    model: nn.Module, dtype: torch.dtype = torch.float32, device=AVERAGES, **params: object
-) -> nn.Module:
-    params = FSDP2.Params(**params)
-    mesh = FSDP2.create_mesh(params, "cpu", dist.get_world_size())
-    blocks = list(model.blocks)
-    context = ShardContext(torch.device("cpu"), mesh, lambda part: None, blocks, dtype, device)
-    return FSDP2.shard_model(model, params, context)
-
-
-def data(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(rank)
-    return tuple(torch.randint(0, 7, (4, 5), generator=generator) for _ in range(2))
-
-
-def loss(model: nn.Module, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    logits = model(ids)
-    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-
-
-def averaged_gradients() -> dict[str, torch.Tensor]:
-    """Those of one process: the mean of all ranks' losses."""
-    model = reference()
-    losses = [loss(model, *data(rank)) for rank in range(dist.get_world_size())]
-    torch.stack(losses).mean().backward()
-    return {n: p.grad for n, p in model.named_parameters()}
-
-
-def assert_gradients(model: nn.Module, expected: dict[str, torch.Tensor]) -> None:
-    actual = {n: p.grad.full_tensor() for n, p in model.named_parameters()}
-    assert actual.keys() == expected.keys()
-    for name, gradient in expected.items():
-        torch.testing.assert_close(actual[name], gradient)
 
 
 def every_parameter_is_sharded(rank: int) -> None:
@@ -147,13 +75,6 @@ def bf16_is_computed_in_and_float32_comes_out(rank: int) -> None:
     assert_gradients_are_near(model)
 
 
-def assert_gradients_are_near(model: nn.Module) -> None:
-    """As near as bf16 comes, which is not the same as equal."""
-    expected = torch.cat([g.flatten() for g in averaged_gradients().values()])
-    actual = torch.cat([p.grad.full_tensor().flatten() for p in model.parameters()])
-    assert 0 < torch.dist(actual, expected) < 0.05 * expected.norm()
-
-
 def with_up_in(dtype: torch.dtype) -> Net:
     """The reference with one layer in another dtype than the rest."""
     model = reference()
@@ -202,56 +123,11 @@ def assert_norm(model: nn.Module, rank: int) -> None:
     torch.testing.assert_close(FSDP2.clip_grad_norm(model, None), torch.tensor(0.01))
 
 
-def memory_is_asked_for_block_by_block(rank: int) -> None:
-    with torch.device("meta"):
-        model = Net()
-    asked = []
-
-    def materialize(part: nn.Module) -> None:
-        asked.append(part)
-        real = [p for p in model.parameters() if not p.is_meta]
-        assert all(isinstance(p, DTensor) for p in real), "a whole block was left in memory"
-        if part is model:
-            part = nn.ModuleList([part.embedding])
-            model.head.weight = model.embedding.weight = nn.Parameter(torch.empty(7, 6))
-        part.to_empty(device="cpu")
-        model.head.weight = model.embedding.weight
-
-    params = FSDP2.Params()
-    mesh = FSDP2.create_mesh(params, "cpu", dist.get_world_size())
-    context = ShardContext(
-        torch.device("cpu"), mesh, materialize, list(model.blocks), torch.float32
-    )
-    FSDP2.shard_model(model, params, context)
-    assert asked == [*model.blocks, model]
-    assert not any(p.is_meta for p in model.parameters())
-
-
 def no_blocks_are_an_error(rank: int) -> None:
     model = reference()
     context = ShardContext(torch.device("cpu"), None, lambda part: None, [], torch.float32)
     with pytest.raises(ConfigError, match=r"Net names no blocks.*Candidates: Block"):
         FSDP2.shard_model(model, FSDP2.Params(), context)
-
-
-class Reductions(TorchDispatchMode):
-    """What the process groups are asked to do with gradients: ("allreduce_", "SUM"), ..."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        leaves = tree_leaves(args)
-        if operator.namespace == "c10d" and leaves[0].is_floating_point():
-            operations = (x.op() for x in leaves if is_reduce_op(x))
-            collective = operator.__name__.split(".")[0]
-            self.seen += [(collective, ReduceOp.RedOpType(n).name) for n in operations]
-        return operator(*args, **(kwargs or {}))
-
-
-def is_reduce_op(argument: object) -> bool:
-    return isinstance(argument, torch.ScriptObject) and argument._type().name() == "ReduceOp"
 
 
 MODES = [
@@ -415,16 +291,3 @@ def write(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, directo
 
 def read(model: nn.Module, optimizer: torch.optim.Optimizer, directory: Path) -> None:
     FSDP2.load_checkpoint(model, optimizer, directory, include_frozen=True)
-
-
-def _process(rank: int, scenario: str, world_size: int, store: str, *directory: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
-    globals()[scenario](rank, *directory)
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    _, scenario, world_size, *directory = sys.argv
-    with tempfile.TemporaryDirectory() as temporary:
-        arguments = (scenario, int(world_size), str(Path(temporary) / "store"), *directory)
-        mp.start_processes(_process, arguments, int(world_size), start_method="fork")

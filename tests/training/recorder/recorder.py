@@ -6,12 +6,15 @@ methods was called: a line ``type.method`` in ``$RECORDER_DIRECTORY/calls-<pid>`
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import functools
 import importlib
 import inspect
 import os
 import signal
+import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -165,6 +168,12 @@ def interrupted(model: nn.Module, params: Any) -> nn.Module:
     return model
 
 
+def preempted(model: nn.Module, params: Any) -> nn.Module:
+    """A kernel during which the scheduler wants its machine back."""
+    os.kill(os.getpid(), signal.SIGTERM)
+    return model
+
+
 class RecordingHook:
     @hookimpl
     def on_start(self, run: Run) -> None:
@@ -243,6 +252,20 @@ def _raise() -> None:
     raise ValueError("a fault of this hook")
 
 
+def _sleep() -> None:
+    time.sleep(3600)
+
+
+def _loop() -> None:
+    while True:
+        time.sleep(0.001)
+
+
+def _hold() -> None:
+    """Sleep in C code that does not let the interpreter go on."""
+    ctypes.PyDLL(None).sleep(3600)
+
+
 def _full() -> None:
     raise OSError(28, "No space left on device")
 
@@ -253,16 +276,93 @@ READ_STATE = ("core_plugin.state", "optimizer_tensors")
 FAULTS = {
     "kill": _kill,
     "interrupt": lambda: os.kill(os.getpid(), signal.SIGINT),
+    "preempt": lambda: os.kill(os.getpid(), signal.SIGTERM),
     "raise": _raise,
+    "sleep": _sleep,
+    "hold": _hold,
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "loop in data": lambda: setattr(Text, "collate", staticmethod(lambda *_: _loop())),
     "full disk": lambda: _replace(*WRITE_TENSOR, _full),
     "full disk for generators": lambda: _replace(*WRITE_FILE, _full),
     "full disk for the optimizer": lambda: _replace(
         "core_plugin.state", "optimizer_tensors", _full
     ),
+    "full disk after the tensors": lambda: _replace("core_plugin.state", "_rank", _full),
     "kill in writing tensors": lambda: _replace(*WRITE_TENSOR, _kill),
     "kill in hashing": lambda: _replace("core_plugin.training.checkpoint", "_hash_files", _kill),
     "kill in completing": lambda: _replace("core_plugin.training.checkpoint", "_complete", _kill),
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class SlowParams:
+    """How slow a hook is in each step, and in which step the reading of data is as slow."""
+
+    seconds: float
+    rank: int = 0
+    reads: int = 0
+
+
+def slow(params: SlowParams, run: Run) -> object | None:
+    collate = Text.collate
+
+    def slow_collate(samples: Any) -> Any:
+        time.sleep(params.seconds)
+        Text.collate = staticmethod(collate)
+        return collate(samples)
+
+    class Slow:
+        @hookimpl
+        def on_step(self, run: Run) -> None:
+            if run.step == params.reads - 1:
+                Text.collate = staticmethod(slow_collate)
+            elif run.step >= params.reads:
+                time.sleep(params.seconds)
+
+    return Slow() if run.rank == params.rank else None
+
+
+@dataclasses.dataclass(frozen=True)
+class SlowDiskParams:
+    """Which step's tensors are not written before the end of which later step."""
+
+    step: int
+    until: int
+
+
+def slow_disk(params: SlowDiskParams, run: Run) -> object:
+    """Holds back a save, and notes the events of saves in ``saved-<rank>``."""
+    from core_plugin import state
+
+    reached = threading.Event()
+    writer_for = state._writer
+
+    def slow_writer(path: Path, **options: Any) -> Any:
+        writer = writer_for(path, **options)
+        write_data = writer.write_data
+
+        def wait_and_write(*args: Any) -> Any:
+            if f"step-{params.step:08d}" in str(path):
+                reached.wait()
+            return write_data(*args)
+
+        writer.write_data = wait_and_write
+        return writer
+
+    state._writer = slow_writer
+
+    class SlowDisk:
+        @hookimpl
+        def on_step(self, run: Run) -> None:
+            if run.step >= params.until:
+                reached.set()
+
+        @hookimpl
+        def on_checkpoint(self, run: Run, path: Path) -> None:
+            with (directory() / f"saved-{run.rank}").open("a") as file:
+                file.write(f"{path.name} is complete at {run.step}\n")
+
+    return SlowDisk()
 
 
 def collectives(params: Any, run: Run) -> object:

@@ -93,6 +93,11 @@ class Decoder(BaseModel):
                 ),
             )
 
+        @property
+        def inner_size(self) -> int:
+            """Width inside the feed-forward part."""
+            return self.intermediate_size or 64 * math.ceil(8 * self.hidden_size / (3 * 64))
+
     @staticmethod
     def build(params: Params, vocabulary_size: int) -> nn.Module:
         """The model: ``input_ids [batch, sequence]`` to ``logits [batch, sequence, vocabulary]``.
@@ -119,6 +124,28 @@ class Decoder(BaseModel):
     def untied(params: Params) -> Params:
         """The same with an output projection of its own."""
         return dataclasses.replace(params, tie_embeddings=False)
+
+    @staticmethod
+    def transformers_config(params: Params, vocabulary_size: int) -> Mapping[str, Any]:
+        """That of ``LlamaForCausalLM``."""
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "vocab_size": vocabulary_size,
+            "hidden_size": params.hidden_size,
+            "intermediate_size": params.inner_size,
+            "num_hidden_layers": params.layers,
+            "num_attention_heads": params.heads,
+            "num_key_value_heads": params.key_value_heads or params.heads,
+            "hidden_act": "silu",
+            "rms_norm_eps": params.norm_eps,
+            "rope_theta": params.rope_theta,  # where transformers 4 reads it
+            "rope_parameters": {"rope_type": "default", "rope_theta": params.rope_theta},
+            "attention_bias": False,
+            "mlp_bias": False,
+            "tie_word_embeddings": params.tie_embeddings,
+            "initializer_range": params.initializer_std,
+        }
 
     @staticmethod
     def weights(params: Params) -> Sequence[str]:

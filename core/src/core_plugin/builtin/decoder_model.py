@@ -96,7 +96,7 @@ class FeedForward(nn.Module):
     def __init__(self, params: Decoder.Params) -> None:
         super().__init__()
         hidden, std = params.hidden_size, params.initializer_std
-        inner = params.intermediate_size or 64 * math.ceil(8 * hidden / (3 * 64))
+        inner = params.inner_size
         self.gate_proj = Projection(hidden, inner, std)
         self.up_proj = Projection(hidden, inner, std)
         self.down_proj = Projection(inner, hidden, std / math.sqrt(2 * params.layers))

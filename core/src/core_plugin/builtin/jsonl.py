@@ -101,6 +101,11 @@ class JSONLines(BaseData):
         )
         return loaded
 
+    @staticmethod
+    def end_token(params: Params) -> str:
+        """The mark that stands after a completion and after each message."""
+        return params.template.end
+
 
 class Supervised:
     """Samples of different lengths, kept as int32."""

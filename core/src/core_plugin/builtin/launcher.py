@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from core_plugin.types.launcher import BaseLauncher
@@ -34,7 +34,8 @@ class TorchrunParams:
         processes_per_host: How many, each with its own device.
         start_method: ``fork`` starts them from this process, which has imported everything once;
             ``spawn`` starts each from nothing, where something does not survive a fork.
-        max_restarts: How often all are started again after one failed.
+        max_restarts: How often all are started again, from the newest checkpoint, after one failed.
+            A run that is told to stop is not.
         shutdown_seconds: How long they may take to save when the run is told to stop.
     """
 
@@ -56,7 +57,9 @@ class TorchrunParams:
 class Torchrun(BaseLauncher):
     """The processes of one host, under torch's own elastic agent.
 
-    For several hosts, start the same command under an outer ``torchrun`` instead.
+    SIGTERM or SIGINT to this process is enough to stop the run: it is passed on, all save, and the
+    exit code is 75 ("go on with ``--resume``") or 130. For several hosts, start the same command
+    under an outer ``torchrun`` instead.
     """
 
     Params = TorchrunParams
@@ -69,35 +72,17 @@ class Torchrun(BaseLauncher):
     @staticmethod
     def launch(params: TorchrunParams, worker: Callable[[], int]) -> int:
         """Start the processes and watch them; if one fails, the others are ended."""
-        from torch.distributed.elastic.multiprocessing.api import SignalException
-        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+        from core_plugin.builtin.agent import Agent
 
-        # The agent shares its store with the workers, where keys of a killed attempt mislead the
-        # next one (pytorch/pytorch#167288).
-        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-        settings = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=params.processes_per_host,
-            run_id=f"core-plugin-{os.getpid()}",
-            rdzv_backend="c10d",
-            rdzv_endpoint="127.0.0.1:0",
-            max_restarts=params.max_restarts,
-            monitor_interval=0.1,
+        agent = Agent(
+            partial(_process, worker, _threads(params.processes_per_host)),
+            processes=params.processes_per_host,
             start_method=params.start_method,
-            local_addr="127.0.0.1",
-            shutdown_timeout=params.shutdown_seconds,
+            max_restarts=params.max_restarts,
+            shutdown_seconds=params.shutdown_seconds,
         )
-        try:
-            elastic_launch(settings, _process)(worker, _threads(params.processes_per_host))
-        except ChildFailedError as error:
-            failures = sorted(error.failures.values(), key=lambda f: f.timestamp)
-            return _exit_code(failures[0].exitcode)
-        except SignalException as error:
-            return 128 + error.sigval
-        return 0
+        return agent.execute()
 
 
 def _threads(processes: int) -> int | None:
@@ -109,16 +94,9 @@ def _threads(processes: int) -> int | None:
     return max(1, torch.get_num_threads() // processes)
 
 
-def _process(worker: Callable[[], int], threads: int | None) -> None:
+def _process(worker: Callable[[], int], threads: int | None) -> int:
     import torch
 
     if threads:
         torch.set_num_threads(threads)
-    code = worker()
-    if code:
-        sys.exit(code)
-
-
-def _exit_code(code: int) -> int:
-    """A process that a signal ended has a negative code; as shells do, 128 and the signal."""
-    return 128 - code if code < 0 else code
+    return worker()

@@ -90,6 +90,11 @@ class Text(BaseData):
         tokens = [token for ids in documents for token in (*ids, end)]
         return Windows(torch.tensor(tokens, dtype=torch.int32), params.sequence_length)
 
+    @staticmethod
+    def end_token(params: Params) -> str:
+        """The end-of-text token."""
+        return params.end_of_text
+
 
 class Windows:
     """Samples that overlap by one token, so that each token but the first is predicted once."""

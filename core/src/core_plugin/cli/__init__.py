@@ -8,7 +8,17 @@ from typing import Annotated, Any
 import typer
 
 from core_plugin import CorePluginError, __version__
-from core_plugin.cli import conformance, doctor, export, info, listing, schema, train, validate
+from core_plugin.cli import (
+    checkpoints,
+    conformance,
+    doctor,
+    export,
+    info,
+    listing,
+    schema,
+    train,
+    validate,
+)
 from core_plugin.cli.arguments import Debug
 
 app = typer.Typer(
@@ -24,6 +34,7 @@ app.command("info")(info.info)
 app.command("doctor")(doctor.doctor)
 app.command("schema")(schema.schema)
 app.command("export")(export.export)
+app.add_typer(checkpoints.app, name="checkpoints")
 app.command("test")(conformance.conformance)
 
 

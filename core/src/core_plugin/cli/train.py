@@ -10,7 +10,10 @@ from core_plugin.cli.arguments import Debug, Overrides, RunFile
 from core_plugin.cli.output import console
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from core_plugin.config import RunConfig
+    from core_plugin.training.dry_run import DryRun
 
 
 def train(
@@ -22,19 +25,29 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be trained, and train nothing.")
     ] = False,
+    world_size: Annotated[
+        int | None,
+        typer.Option(help="With --dry-run: the number of ranks; by default what the file says."),
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Train, as a YAML file says; the whole file is checked before anything starts.
+
+    The exit code is 0 for a run that finished; 75 for one that SIGTERM stopped after it saved,
+    which is to go on with --resume; 130 for one that SIGINT stopped; 2 for a mistake in the file;
+    and 1 for what failed or hung.
 
     Under torchrun, or in a SLURM step of several tasks, this process is one rank of the run.
     """
     from core_plugin import config, policy
 
+    if world_size is not None and not dry_run:
+        raise typer.BadParameter("it goes with --dry-run", param_hint="--world-size")
     wish = ["checkpoint.resume=auto"] if resume else []
     run = config.load(file, [*(overrides or []), *wish])
     policy.active().warn_of_unknown_names()
     if dry_run:
-        _print_plan(run)
+        _print_dry_run(run, world_size)
         return
 
     from core_plugin.training.worker import Worker
@@ -49,24 +62,48 @@ def train(
     raise typer.Exit(code)
 
 
-def _print_plan(run: RunConfig) -> None:
+def _print_dry_run(run: RunConfig, world_size: int | None) -> None:
+    from core_plugin.training.dry_run import dry_run
+    from core_plugin.training.placement import size
+
+    if world_size is None:
+        world_size = run["launcher"].implementation.processes(run["launcher"].params)
+    result = dry_run(run, world_size)
+    _print_model(result)
+    memory = _table("", "parameters", "gradients", "optimizer", "total")
+    rows = {f"rank {rank} of {world_size}": kept for rank, kept in result.ranks.items()}
+    for title, kept in (rows | {"the strategy's plan": result.planned}).items():
+        sizes = (kept.parameters, kept.gradients, kept.optimizer, kept.total)
+        memory.add_row(title, *map(size, sizes))
+    out = console()
+    out.print(memory)
+    if result.fault:
+        out.print(f"the optimizer is as planned: without values it takes no step ({result.fault})")
+    out.print("activations, buffers, and what is gathered for a while come on top")
+
+
+def _print_model(result: DryRun) -> None:
+    from core_plugin.adapters import parts
+
+    out = console()
+    adapters = _table("module", "layer", "settings", "parameters")
+    for part in parts(result.model):
+        settings = " ".join(f"{field}={value}" for field, value in part.settings.items())
+        adapters.add_row(part.module, part.kind, settings, f"{part.parameters:,}")
+    if adapters.row_count:
+        out.print(adapters)
+    total = sum(p.numel() for p in result.model.parameters())
+    trained = sum(p.numel() for p in result.model.parameters() if p.requires_grad)
+    out.print(f"{trained:,} of {total:,} parameters are trained ({trained / total:.2%})")
+    found = (f"{count} {name}" for name, count in result.blocks.items())
+    out.print(f"repeated blocks: {', '.join(found) or 'none'}")
+
+
+def _table(*titles: str) -> Table:
     from rich.table import Table
 
-    from core_plugin.adapters import parts
-    from core_plugin.training.assembly import build_model, tokenizer_of
-
-    model = build_model(run, tokenizer_of(run).get_vocab_size())
+    numbers = ("parameters", "gradients", "optimizer", "total")
     table = Table(box=None, pad_edge=False)
-    for title in ("module", "layer", "settings", "parameters"):
-        table.add_column(
-            title, overflow="fold", justify="right" if title == "parameters" else "left"
-        )
-    for part in parts(model):
-        settings = " ".join(f"{field}={value}" for field, value in part.settings.items())
-        table.add_row(part.module, part.kind, settings, f"{part.parameters:,}")
-    out = console()
-    if table.row_count:
-        out.print(table)
-    total = sum(p.numel() for p in model.parameters())
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    out.print(f"{trained:,} of {total:,} parameters are trained ({trained / total:.2%})")
+    for title in titles:
+        table.add_column(title, overflow="fold", justify="right" if title in numbers else "left")
+    return table

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +29,7 @@ from core_plugin.errors import (
     TrainingError,
 )
 from core_plugin.params import Origin
+from core_plugin.training import blocks
 from core_plugin.training.batches import Batches
 from core_plugin.training.materialize import Materializer
 from core_plugin.training.world import World
@@ -61,6 +63,10 @@ class Training:
     """This rank's sum of losses since the last log, on the device."""
     unlogged_tokens: int = 0
     """The supervised tokens, over all ranks, since the last log."""
+    logged_loss: float = 0.0
+    """The sum of losses, over all ranks, that was logged since the last checkpoint."""
+    logged_tokens: int = 0
+    """The supervised tokens that it is of."""
 
 
 def select_device(config: RunConfig, world: World) -> torch.device:
@@ -147,20 +153,26 @@ def _check_start(method: type[BasePeft], params: Any) -> None:
 
 
 @contextmanager
-def _located(origin: Origin) -> Iterator[None]:
-    """Say of each fault of an adapter where in the configuration it comes from."""
+def _located(origin: Origin, *, keys_only: bool = False) -> Iterator[None]:
+    """Say of each fault of a plugin where in the configuration it comes from.
+
+    Args:
+        origin: The plugin's place.
+        keys_only: Only of a fault that begins with the path of one of the plugin's parameters.
+    """
     try:
         yield
     except (ConfigError, CheckpointError) as error:
-        lines = [_with_place(origin, line) for line in str(error).splitlines()]
+        lines = [_with_place(origin, line, keys_only) for line in str(error).splitlines()]
         raise type(error)("\n".join(lines)) from error.__cause__
 
 
-def _with_place(origin: Origin, line: str) -> str:
-    field, colon, fault = line.removeprefix(f"{origin.path}.").partition(": ")
-    if line.startswith(f"{origin.path}.") and colon:
-        return origin.below(field).fault(fault)
-    return origin.fault(line.removeprefix(f"{origin.path}: ")) if line[:1].strip() else line
+def _with_place(origin: Origin, line: str, keys_only: bool) -> str:
+    if key := re.match(rf"{re.escape(origin.path)}\.(\S+?):? ", line):
+        return origin.below(*key[1].split(".")).fault(line[key.end() :])
+    if keys_only or not line[:1].strip():
+        return line
+    return origin.fault(line.removeprefix(f"{origin.path}: "))
 
 
 def shard_model(
@@ -168,18 +180,7 @@ def shard_model(
 ) -> nn.Module:
     """Spread the model over the ranks, with memory and values, and check that it is."""
     architecture, strategy, peft = config["model"], config["distributed"], config.get("peft")
-    if world.size > 1 and not strategy.implementation.capabilities.multiple_processes:
-        raise ConfigError(
-            strategy.origin.fault(
-                f"the strategy {strategy.route.name!r} is for one process, and there are "
-                f"{world.size}; each would train by itself"
-            )
-        )
-    if other := state.other_state(model):
-        raise PluginContractError(
-            f"the model {architecture.route.name!r} keeps {other} in its state dict, which is no "
-            "tensor and would not be saved; make it a buffer"
-        )
+    holder = strategy.implementation.parameter_device(strategy.params, device)
     materialize = Materializer(
         model,
         device,
@@ -188,35 +189,69 @@ def shard_model(
         peft.implementation.base_name if peft else tensors.canonical_name,
         architecture.implementation.weights(architecture.params),
         architecture.implementation.renames,
+        holder,
     )
     total = sum(p.numel() for p in model.parameters())
-    backend = config["device"].implementation.backend(config["device"].params)
-    context = ShardContext(
-        device=device,
-        device_capabilities=backend.capabilities,
-        mesh=strategy.implementation.create_mesh(strategy.params, device.type, world.size),
-        materialize=materialize,
-        blocks=architecture.implementation.blocks(model),
-        dtype=DTYPES[config.train.precision],
-    )
-    sharded = strategy.implementation.shard_model(model, strategy.params, context)
-    _check_sharding(strategy, sharded, device, world, total)
+    sharded = spread(config, model, device, world.size, materialize)
+    _check_sharding(strategy, sharded, device, holder, world, total)
     if peft is not None and (start := getattr(peft.params, "weights", None)):
         unwrapped = strategy.implementation.unwrap_model(sharded)
         with _located(peft.origin.below("weights")):
             peft.implementation.load(Path(start), unwrapped, architecture.implementation.renames)
-    return sharded  # type: ignore[no-any-return]
+    return sharded
+
+
+def spread(
+    config: RunConfig,
+    model: nn.Module,
+    device: torch.device,
+    world_size: int,
+    materialize: Callable[[nn.Module], None],
+) -> nn.Module:
+    """Let the strategy shard the model, block by block; ``materialize`` gives it memory, or not."""
+    strategy, implementation = config["distributed"], config["distributed"].implementation
+    if world_size > 1 and not implementation.capabilities.multiple_processes:
+        raise ConfigError(
+            strategy.origin.fault(
+                f"the strategy {strategy.route.name!r} is for one process, and there are "
+                f"{world_size}; each would train by itself"
+            )
+        )
+    if other := state.other_state(model):
+        raise PluginContractError(
+            f"the model {config['model'].route.name!r} keeps {other} in its state dict, which is "
+            "no tensor and would not be saved; make it a buffer"
+        )
+    found = blocks.repeated_blocks(config, model)
+    blocks.prepare(config, model, found)
+    backend = config["device"].implementation.backend(config["device"].params)
+    with _located(strategy.origin, keys_only=True):
+        context = ShardContext(
+            device=device,
+            device_capabilities=backend.capabilities,
+            mesh=implementation.create_mesh(strategy.params, device.type, world_size),
+            materialize=materialize,
+            blocks=found,
+            dtype=DTYPES[config.train.precision],
+        )
+        return implementation.shard_model(model, strategy.params, context)  # type: ignore[no-any-return]
 
 
 def _check_sharding(
-    chosen: Any, model: nn.Module, device: torch.device, world: World, total: int
+    chosen: Any,
+    model: nn.Module,
+    device: torch.device,
+    holder: torch.device,
+    world: World,
+    total: int,
 ) -> None:
     """Check that the strategy did what it declares, on the device that was asked for."""
     strategy, name = chosen.implementation, chosen.route.name
     unwrapped = strategy.unwrap_model(model)
     made = tensors.model_tensors(unwrapped)
     on_meta = sorted(n for n, t in made.items() if t.is_meta)
-    elsewhere = sorted(n for n, t in made.items() if t.device.type != device.type)
+    places = {n: holder if isinstance(t, nn.Parameter) else device for n, t in made.items()}
+    elsewhere = sorted(n for n, t in made.items() if t.device.type != places[n].type)
     if on_meta:
         raise PluginContractError(
             f"the strategy {name!r} left {on_meta[0]} on meta, without values"
@@ -224,7 +259,7 @@ def _check_sharding(
     if elsewhere:
         raise PluginContractError(
             f"the strategy {name!r} put {elsewhere[0]} on {made[elsewhere[0]].device}, "
-            f"not on {device}"
+            f"not on {places[elsewhere[0]]}"
         )
     held = sum(tensors.local(p).numel() for p in unwrapped.parameters())
     if strategy.capabilities.sharded_state and world.size > 1 and held >= total:
@@ -286,7 +321,8 @@ def prepare_adapter(training: Training) -> None:
         for batch in whole.step(step)
     )
     was_training = model.training
-    with torch.no_grad(), precision(training):
+    eager = torch.compiler.set_stance("force_eager") if config.train.compile else nullcontext()
+    with torch.no_grad(), precision(training), eager:
         peft.implementation.prepare(model.eval(), peft.params, batches, training.architecture.loss)
     model.train(was_training)
 

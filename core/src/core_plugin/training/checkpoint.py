@@ -2,34 +2,33 @@
 
 checkpoints/step-00000100/
 manifest.json    size and SHA-256 of every other file
-run.json         step, configuration, fingerprints of the plugins
+run.json         step, loss, configuration, fingerprints of the plugins
 state/           the strategy's: tensors of the model and the optimizer
 scheduler.pt     rank-00000.pt ...    tokenizer.json    adapter/ (if there is one)
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import random
-import re
 import shutil
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from core_plugin.errors import CheckpointError
-from core_plugin.training.world import World
+from core_plugin.training import saved
+from core_plugin.training.saved import FORMAT, MANIFEST, Saved
+from core_plugin.training.saved import verify as verify
+from core_plugin.training.world import Progress, World
 
-FORMAT = 1
-MANIFEST = "manifest.json"
-_COMPLETE = re.compile(r"step-(\d{8,})")
+T = TypeVar("T")
 
 
 class Checkpoints:
@@ -37,28 +36,35 @@ class Checkpoints:
 
     Args:
         directory: Where they are.
-        world: The ranks; every method but :meth:`steps` is collective.
+        world: The ranks; every method but :meth:`steps` is collective. What they exchange goes
+            over its control group alone, so that with a group of its own they can be called in a
+            thread of its own.
         keep: How many are kept, the newest ones.
+        keep_best: Keep the one with the lowest loss, too.
     """
 
-    def __init__(self, directory: Path, world: World, keep: int) -> None:
+    def __init__(self, directory: Path, world: World, keep: int, keep_best: bool = True) -> None:
         self._directory = directory
         self._world = world
-        self._keep = keep
+        self._keep, self._keep_best = keep, keep_best
+        self._verified: dict[Path, Any] = {}
+        """On the first rank: the stamps of the files of those that were found to be whole."""
+
+    @property
+    def progress(self) -> Progress:
+        """How a save that is under way gets on."""
+        return self._world.progress
 
     def steps(self) -> dict[int, Path]:
         """The complete checkpoints by step, in order; what an interrupted save left is none."""
-        if not self._directory.is_dir():
-            return {}
-        found = {
-            int(match[1]): path
-            for path in self._directory.iterdir()
-            if (match := _COMPLETE.fullmatch(path.name))
-        }
-        return dict(sorted(found.items()))
+        return saved.steps(self._directory)
 
-    def save(self, step: int, write: Callable[[Path], None]) -> Path:
-        """Write a checkpoint; ``write`` is called on every rank with an empty directory.
+    def save(self, step: int, write: Callable[[Path, World], None]) -> Path:
+        """Write a checkpoint, and remove those that are not to be kept.
+
+        Args:
+            step: Its step.
+            write: Called on every rank, with an empty directory and the ranks.
 
         Raises:
             CheckpointError: On every rank, if it failed on one; nothing is left of it.
@@ -72,32 +78,36 @@ class Checkpoints:
                     shutil.rmtree(partial, ignore_errors=True)
                     partial.mkdir(parents=True)
             with self._world.together(what, CheckpointError, collective=True):
-                write(partial)
-                files = self._world.from_first(_files(partial) if self._world.rank == 0 else None)
+                write(partial, self._world)
+                files = self._world.from_first(
+                    saved.files(partial) if self._world.rank == 0 else None
+                )
             with self._world.together(what, CheckpointError):
                 hashes = _hash_files(partial, files[self._world.rank :: self._world.size])
             shares = self._world.gather(hashes)
             with self._world.together(what, CheckpointError):
                 if self._world.rank == 0:
                     _complete(partial, final, {k: v for share in shares for k, v in share.items()})
+                    self._verified[final] = saved.stamps(final)
         except BaseException:
             if self._world.rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
-        with self._world.together(
-            f"removing old checkpoints in {self._directory}", CheckpointError
-        ):
-            if self._world.rank == 0:
-                self._prune(final)
+        self._prune(final)
         return final
 
-    def _prune(self, saved: Path) -> None:
-        """Remove what is older than the newest ones, and what interrupted saves left."""
-        for left_over in (*self._directory.glob(".removed-*"), *self._directory.glob(".partial-*")):
-            shutil.rmtree(left_over, ignore_errors=True)
-        for path in list(self.steps().values())[: -self._keep]:
-            if path != saved:
-                _remove(path)
+    def _prune(self, new: Path) -> None:
+        """Remove what is not to be kept, and what interrupted saves left."""
+        what = f"removing old checkpoints in {self._directory}"
+        checkpoints = self._on_first(what, lambda: saved.listed(self._directory))
+        kept = saved.kept(checkpoints, self._keep, self._keep_best, self._is_whole)
+        with self._world.together(what, CheckpointError):
+            if self._world.rank == 0:
+                for directory in saved.left_over(self._directory):
+                    shutil.rmtree(directory, ignore_errors=True)
+                for one in checkpoints:
+                    if one not in kept and one.path != new and one.path.exists():
+                        saved.remove(one.path)
 
     def newest(self) -> Path | None:
         """The newest checkpoint whose files are as its manifest says; None if there is none.
@@ -105,21 +115,29 @@ class Checkpoints:
         Ones that are broken are warned about and set aside, so that they do not count among those
         that are kept.
         """
-        candidates = self._world.from_first([str(p) for p in reversed(self.steps().values())])
-        for path in map(Path, candidates):
-            faults = self.verify(path)
-            if not faults:
-                return path
+        what = f"looking for checkpoints in {self._directory}"
+        checkpoints = self._on_first(what, lambda: saved.listed(self._directory))
+        return next((one.path for one in reversed(checkpoints) if self._is_whole(one)), None)
+
+    def _is_whole(self, checkpoint: Saved) -> bool:
+        """Whether a checkpoint verifies; what did, and has not changed since, is not read again."""
+        path, what = checkpoint.path, f"verifying the checkpoint {checkpoint.path}"
+        if self._on_first(what, lambda: self._verified.get(path) == saved.stamps(path)):
+            return True
+        faults = self.verify(path)
+        with self._world.together(what, CheckpointError):
             if self._world.rank == 0:
-                aside = path.with_name(f"broken-{path.name}")
-                shutil.rmtree(aside, ignore_errors=True)
-                path.rename(aside)
-                warnings.warn(
-                    f"the checkpoint {path} is broken, and set aside as {aside.name}: "
-                    f"{'; '.join(faults)}",
-                    stacklevel=2,
-                )
-        return None
+                if faults:
+                    _set_aside(path, faults)
+                else:
+                    self._verified[path] = saved.stamps(path)
+        return not faults
+
+    def _on_first(self, what: str, ask: Callable[[], T]) -> T:
+        """The first rank's answer, on every rank."""
+        with self._world.together(what, CheckpointError):
+            answer = ask() if self._world.rank == 0 else None
+        return self._world.from_first(answer)
 
     def verify(self, path: Path) -> list[str]:
         """What is wrong with a checkpoint's files; the ranks share the work."""
@@ -127,32 +145,14 @@ class Checkpoints:
         return sorted({fault for of_rank in self._world.gather(faults) for fault in of_rank})
 
 
-def verify(path: Path, rank: int = 0, world_size: int = 1) -> list[str]:
-    """What is wrong with the files of a checkpoint, one rank's share of them."""
-    try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        files: Mapping[str, Mapping[str, Any]] = manifest["files"]
-    except (OSError, ValueError, KeyError) as error:
-        return [f"{path / MANIFEST} cannot be read ({error})"]
-    if manifest.get("format") != FORMAT:
-        return [f"{path / MANIFEST} has the format {manifest.get('format')!r}, not {FORMAT}"]
-    faults = []
-    for name in sorted(files)[rank::world_size]:
-        file = path / name
-        if not file.is_file():
-            faults.append(f"{name} is missing")
-        elif file.stat().st_size != files[name]["size"]:
-            faults.append(f"{name} has {file.stat().st_size} bytes, not {files[name]['size']}")
-        elif _sha256(file) != files[name]["sha256"]:
-            faults.append(f"{name} has another content than was written (SHA-256)")
-    if rank == 0:
-        added = set(_files(path)) - set(files) - {MANIFEST}
-        faults += [f"{name} was added" for name in sorted(added)]
-    return faults
-
-
-def _files(directory: Path) -> list[str]:
-    return sorted(str(p.relative_to(directory)) for p in directory.rglob("*") if p.is_file())
+def _set_aside(path: Path, faults: Sequence[str]) -> None:
+    aside = path.with_name(f"broken-{path.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    path.rename(aside)
+    warnings.warn(
+        f"the checkpoint {path} is broken, and set aside as {aside.name}: {'; '.join(faults)}",
+        stacklevel=3,
+    )
 
 
 def _hash_files(directory: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -162,7 +162,7 @@ def _hash_files(directory: Path, names: Sequence[str]) -> dict[str, dict[str, An
         file = directory / name
         with file.open("rb") as opened:
             os.fsync(opened.fileno())
-        hashes[name] = {"size": file.stat().st_size, "sha256": _sha256(file)}
+        hashes[name] = {"size": file.stat().st_size, "sha256": saved.sha256(file)}
     return hashes
 
 
@@ -175,18 +175,10 @@ def _complete(partial: Path, final: Path, files: Mapping[str, Any]) -> None:
     for directory in [p for p in partial.rglob("*") if p.is_dir()] + [partial]:
         _sync_directory(directory)
     if final.exists():
-        _remove(final)
+        saved.remove(final)
     partial.rename(final)
     for directory in (final.parent, final.parent.parent):
         _sync_directory(directory)
-
-
-def _remove(path: Path) -> None:
-    """Remove a checkpoint; it is renamed first, so that an interruption leaves no broken one."""
-    doomed = path.with_name(f".removed-{path.name}")
-    shutil.rmtree(doomed, ignore_errors=True)
-    path.rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
 
 
 def _sync_directory(directory: Path) -> None:
@@ -195,11 +187,6 @@ def _sync_directory(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 # Random generators

@@ -7,45 +7,74 @@ import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import safetensors.torch
 import tokenizers
+import torch
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import Tensor
 
 from core_plugin import config, state
+from core_plugin.adapters.bases import bases
 from core_plugin.adapters.merge import merge as merge_adapters
 from core_plugin.adapters.merge import unload
 from core_plugin.config import RunConfig
 from core_plugin.errors import CheckpointError, ConfigError
 from core_plugin.tensors import model_tensors
-from core_plugin.training import assembly
+from core_plugin.training import assembly, pretrained
 from core_plugin.training.checkpoint import Checkpoints, verify
 from core_plugin.training.resume import RUN_FILE
 from core_plugin.training.world import World, join
 
-MODEL_FILE = "model.safetensors"
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "run.yaml"
 
 
-def export(source: Path, directory: Path, *, merge: bool) -> Path:
+class Exported(NamedTuple):
+    """What was exported."""
+
+    checkpoint: Path
+    notes: list[str]
+    """What the user should know of the files."""
+
+
+class _Model(NamedTuple):
+    """What is to be written of a model."""
+
+    run: RunConfig
+    """The configuration that fits it."""
+    tensors: dict[str, Tensor]
+    """As they are to be, by name; on ``meta``."""
+    read: Callable[[dict[str, Tensor]], dict[str, Tensor]]
+    """Gives some of them with their values."""
+
+
+def export(
+    source: Path,
+    directory: Path,
+    *,
+    merge: bool = False,
+    shard_size: int = 5_000_000_000,
+    dtype: torch.dtype | None = None,
+) -> Exported:
     """Write a checkpoint's model, or its adapter, beside the tokenizer and the configuration.
 
-    The model is ``model.safetensors``: its parameters and persistent buffers by the architecture's
-    names, as ``model.weights`` reads them. An adapter is the peft library's files. The directory is
-    complete or not there.
+    A model is what ``from_pretrained`` of transformers reads: its parameters and persistent
+    buffers as safetensors by the architecture's names, which ``model.weights`` reads too, and
+    ``config.json`` if transformers has such an architecture. It is read and written file by file,
+    and no more than one file's tensors are in memory. An adapter is the peft library's files. The
+    directory is complete or not there.
 
     Args:
         source: A checkpoint, or the directory of a run, which stands for its newest one.
         directory: Where to: empty, or not there yet.
-        merge: Write the model with the run's adapter in it, and not the adapter alone.
-
-    Returns:
-        The checkpoint.
+        merge: Write the model with the run's adapter in it, and not the adapter alone. The whole
+            model is then in memory, once.
+        shard_size: The bytes of tensors that a file holds, at most; a larger tensor has a file of
+            its own.
+        dtype: What a model's floating-point tensors are rounded to; None: nothing is.
 
     Raises:
         ConfigError: With what is wrong with one of them, or why the adapter cannot be merged.
@@ -53,21 +82,25 @@ def export(source: Path, directory: Path, *, merge: bool) -> Path:
     with join(None) as world:
         checkpoint = _find(source, world)
         _check_target(directory, checkpoint)
-        saved = json.loads((checkpoint / RUN_FILE).read_text(encoding="utf-8"))
-        document, has_adapter = saved["config"], saved["config"]["peft"] is not None
-        if merge and not has_adapter:
-            raise ConfigError(f"{checkpoint} has no adapter to merge; leave --merge out")
-        tensors = None
-        if merge or not has_adapter:
-            tensors, document = _whole_model(checkpoint, document, world)
+        document = json.loads((checkpoint / RUN_FILE).read_text(encoding="utf-8"))["config"]
+        run = _run_here(document)
+        _check_choice(run, checkpoint, merge, dtype)
+        tokenizer = tokenizers.Tokenizer.from_file(str(checkpoint / TOKENIZER_FILE))
+        special = pretrained.special_tokens(tokenizer, _end_token(run))
+        model, notes = None, []
+        if merge or run.get("peft") is None:
+            prepare = _merged_model if merge else _saved_model
+            model = prepare(run, checkpoint, tokenizer.get_vocab_size(), dtype, world)
+            document = {**document, "model": model.run.resolved()["model"]}
     with _complete_or_absent(directory) as aside:
-        if tensors is None:
+        if model is None:
             shutil.copytree(checkpoint / "adapter", aside, dirs_exist_ok=True)
         else:
-            safetensors.torch.save_file(tensors, aside / MODEL_FILE, {"format": "pt"})
+            notes = _write_model(aside, model, shard_size, tokenizer.get_vocab_size(), special)
         shutil.copyfile(checkpoint / TOKENIZER_FILE, aside / TOKENIZER_FILE)
+        pretrained.write_tokenizer_config(aside, tokenizer, special)
         config.dump(document, aside / CONFIG_FILE)
-    return checkpoint
+    return Exported(checkpoint, notes)
 
 
 def _find(source: Path, world: World) -> Path:
@@ -111,21 +144,15 @@ def _complete_or_absent(directory: Path) -> Iterator[Path]:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def _whole_model(
-    checkpoint: Path, document: Mapping[str, Any], world: World
-) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
-    """The model's tensors by name, its adapter merged, and the configuration that fits them."""
-    run = _run_here(document)
-    tokenizer = tokenizers.Tokenizer.from_file(str(checkpoint / TOKENIZER_FILE))
-    model = _model(run, checkpoint, tokenizer.get_vocab_size(), world)
-    if run.get("peft") is not None:
-        untied = merge_adapters(model, safe=True, keep=False)
-        model = unload(model)
-        if untied:
-            run = _untied(run, untied)
-            document = {**document, "model": run.resolved()["model"]}
-    whole = {name: tensor.detach().contiguous() for name, tensor in model_tensors(model).items()}
-    return whole, document
+def _check_choice(run: RunConfig, checkpoint: Path, merge: bool, dtype: torch.dtype | None) -> None:
+    has_adapter = run.get("peft") is not None
+    if merge and not has_adapter:
+        raise ConfigError(f"{checkpoint} has no adapter to merge; leave --merge out")
+    if dtype is not None and has_adapter and not merge:
+        raise ConfigError(
+            f"{checkpoint} has an adapter, which is written as it was trained; leave --dtype out, "
+            "or write the whole model with --merge"
+        )
 
 
 def _run_here(document: Mapping[str, Any]) -> RunConfig:
@@ -137,15 +164,79 @@ def _run_here(document: Mapping[str, Any]) -> RunConfig:
     return config.resolve({**here, "device": "cpu", "hooks": []})
 
 
-def _model(run: RunConfig, checkpoint: Path, vocabulary_size: int, world: World) -> nn.Module:
-    """The model with the tensors that the checkpoint has."""
+def _end_token(run: RunConfig) -> str | None:
+    data = run["data"]
+    return data.implementation.end_token(data.params)  # type: ignore[no-any-return]
+
+
+def _saved_model(
+    run: RunConfig, checkpoint: Path, vocabulary_size: int, dtype: torch.dtype | None, _: World
+) -> _Model:
+    """The model that a checkpoint has: what is written is read from there when it is due."""
+    directory = checkpoint / "state"
+    described = assembly.build_model(run, vocabulary_size)
+    with _faults_of_configuration():
+        saved = state.saved_tensors(described, directory, include_frozen=True)
+
+    def read(wanted: dict[str, Tensor]) -> dict[str, Tensor]:
+        tensors = {name: torch.empty_like(t, device="cpu") for name, t in wanted.items()}
+        state.read_tensors(tensors, directory)
+        return tensors
+
+    return _Model(run, _described(saved, dtype), read)
+
+
+def _merged_model(
+    run: RunConfig, checkpoint: Path, vocabulary_size: int, dtype: torch.dtype | None, world: World
+) -> _Model:
+    """The model with its adapter merged, in memory."""
     device = assembly.select_device(run, world)
     model = assembly.shard_model(run, assembly.build_model(run, vocabulary_size), device, world)
+    with _faults_of_configuration():
+        state.load_model(model, checkpoint / "state", include_frozen=False)
+    changed = [slot for base in bases(model) for slot in base.slots.values()]
+    untied = merge_adapters(model, keep=False)  # in place
+    if faults := [slot.path for slot in changed if not slot.tensor.isfinite().all()]:
+        raise ConfigError(*(f"merging makes {name} infinite or not a number" for name in faults))
+    merged = model_tensors(unload(model))
+
+    def read(wanted: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: merged[name].detach().to(t.dtype).contiguous() for name, t in wanted.items()}
+
+    return _Model(_untied(run, untied) if untied else run, _described(merged, dtype), read)
+
+
+def _described(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """The tensors as they are to be, on ``meta``."""
+    return {
+        name: tensor.detach().to("meta", dtype if tensor.is_floating_point() else None)
+        for name, tensor in tensors.items()
+    }
+
+
+@contextlib.contextmanager
+def _faults_of_configuration() -> Iterator[None]:
+    """A block in which a checkpoint that does not fit is the user's mistake."""
     try:
-        state.load_model(model, checkpoint / "state", include_frozen=run.get("peft") is None)
+        yield
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
-    return model
+
+
+def _write_model(
+    directory: Path, model: _Model, shard_size: int, vocabulary_size: int, special: dict[str, int]
+) -> list[str]:
+    """Write a model's files; what the user should know of them."""
+    pretrained.write_tensors(directory, model.tensors, model.read, shard_size)
+    chosen = model.run["model"]
+    architecture = chosen.implementation.transformers_config(chosen.params, vocabulary_size)
+    if architecture is None:
+        return [
+            f"there is no config.json: the architecture {chosen.route.name!r} names none of "
+            "transformers, which cannot load the model by itself"
+        ]
+    pretrained.write_config(directory, architecture, model.tensors, special)
+    return []
 
 
 def _untied(run: RunConfig, names: list[str]) -> RunConfig:

@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import math
 import os
+import signal
 import time
 from collections.abc import Mapping
 from enum import Enum
@@ -20,20 +21,23 @@ from core_plugin import config as run_config
 from core_plugin import provenance
 from core_plugin.config import RunConfig
 from core_plugin.errors import PluginContractError, TrainingError
-from core_plugin.training import assembly, resume
+from core_plugin.training import assembly, placement, resume, watchdog
 from core_plugin.training.assembly import Training
 from core_plugin.training.batches import Batch, supervised_tokens
 from core_plugin.training.checkpoint import Checkpoints
+from core_plugin.training.saving import Saver
 from core_plugin.training.stop import StopRequest, on_signals
 from core_plugin.training.world import World
 from core_plugin.types.hook import Events, Run
+from core_plugin.types.launcher import INTERRUPTED, PREEMPTED
 
 
 class Outcome(Enum):
-    """How a run ended."""
+    """How a run ended, with its exit code."""
 
-    FINISHED = "finished"
-    STOPPED = "stopped"
+    FINISHED = 0
+    PREEMPTED = PREEMPTED
+    INTERRUPTED = INTERRUPTED
 
 
 def train(config: RunConfig, world: World) -> Outcome:
@@ -47,16 +51,19 @@ def train(config: RunConfig, world: World) -> Outcome:
     with world.agreement(provenance.identity(config)):
         device = assembly.select_device(config, world)
         backend = assembly.collective_backend(config, device, world)
-    world.start(backend)
     torch.use_deterministic_algorithms(config.train.deterministic)
-    with config["device"].implementation.workarounds():
+    with (
+        watchdog.watch(world, config.train.hang_timeout),
+        config["device"].implementation.workarounds(),
+    ):
+        world.start(backend)
         return _train_on(device, config, world)
 
 
 def _train_on(device: torch.device, config: RunConfig, world: World) -> Outcome:
     """The run from its model on."""
     directory = Path(config.checkpoint.directory)
-    checkpoints = Checkpoints(directory / "checkpoints", world, config.checkpoint.keep)
+    checkpoints = _checkpoints(config, world)
     with world.together("choosing a checkpoint", TrainingError, collective=True):
         start = resume.choose(config, checkpoints, world)
     resume.mark_launch(config, world)
@@ -79,20 +86,36 @@ def _train_on(device: torch.device, config: RunConfig, world: World) -> Outcome:
 
     run = _run_for_hooks(training, directory)
     with world.together("making the hooks", TrainingError), resume.generators_kept(training):
-        events = _events(config, run)
+        events = _events(config, run, world)
+
+    def announce(path: Path) -> None:
+        with resume.generators_kept(training):
+            events.on_checkpoint(run=run, path=path)
+
+    saver = Saver(training, checkpoints, announce)
     with on_signals() as stop:
         try:
-            return _steps(training, checkpoints, run, events, stop)
+            return _steps(training, saver, run, events, stop)
         except BaseException as error:
+            saver.abandon(error)
             with contextlib.suppress(Exception):  # what went wrong first is what is told
                 events.on_error(run=run, error=error)
             raise
 
 
+def _checkpoints(config: RunConfig, world: World) -> Checkpoints:
+    wanted = config.checkpoint
+    directory = Path(wanted.directory, "checkpoints")
+    ranks = world.separate() if wanted.asynchronous else world
+    return Checkpoints(directory, ranks, wanted.keep, wanted.keep_best)
+
+
 def _tell_the_start(training: Training, start: Path | None) -> None:
     """Say where a run that was to go on begins, since a typo could make it begin anew."""
+    held = placement.report(training.model, training.world)
     if training.world.rank > 0:
         return
+    print(held, flush=True)
     done, steps = training.step, training.config.train.steps
     if start is not None:
         print(f"going on from {start}", flush=True)
@@ -117,9 +140,12 @@ def _run_for_hooks(training: Training, directory: Path) -> Run:
     )
 
 
-def _events(config: RunConfig, run: Run) -> Any:
+def _events(config: RunConfig, run: Run, world: World) -> Any:
     manager = pluggy.PluginManager("core_plugin")
     manager.add_hookspecs(Events)
+    manager.add_hookcall_monitoring(
+        lambda event, *_: world.progress.enter(f"{event} of the hooks"), lambda *_: None
+    )
     for selection in reversed(config.selections["hooks"]):  # pluggy calls the last one first
         hook = selection.implementation(selection.params, run)
         try:
@@ -139,20 +165,17 @@ def _event_signatures() -> str:
     return ", ".join(f"{n}({', '.join(list(s.parameters)[1:])})" for n, s in events.items())
 
 
-def _steps(
-    training: Training, checkpoints: Checkpoints, run: Run, events: Any, stop: StopRequest
-) -> Outcome:
+def _steps(training: Training, saver: Saver, run: Run, events: Any, stop: StopRequest) -> Outcome:
     """All steps that are left, with their logs and checkpoints."""
     settings, every = training.config.train, training.config.checkpoint.every
-    stepper = Stepper(training, stop)
+    stepper = Stepper(training, stop, saver)
     log = Log(training)
     saved = training.step if training.step else None
 
     def save() -> None:
+        training.world.progress.enter("saving")
         _require_finite(training.step, "grad_norm", float(stepper.grad_norm))
-        path = checkpoints.save(training.step, lambda d: resume.write(training, d))
-        with resume.generators_kept(training):
-            events.on_checkpoint(run=run, path=path)
+        saver.save()
 
     with resume.generators_kept(training):
         events.on_start(run=run)
@@ -161,13 +184,15 @@ def _steps(
         events.on_step(run=run)
         if training.step % settings.log_every == 0 or training.step == settings.steps:
             events.on_log(run=run, metrics=log.metrics(stepper.grad_norm))
+        saver.heed(stepper.saves_ended)
         if every and training.step % every == 0:
             save()
             saved = training.step
     if saved != training.step:
         save()
+    saver.finish()
     if training.step < settings.steps:
-        return Outcome.STOPPED
+        return stepper.outcome
     events.on_end(run=run)
     return Outcome.FINISHED
 
@@ -175,30 +200,35 @@ def _steps(
 class Stepper:
     """One optimizer step after the other. Everything that a step calls is bound here, once."""
 
-    def __init__(self, training: Training, stop: StopRequest) -> None:
+    def __init__(self, training: Training, stop: StopRequest, saver: Saver) -> None:
         self._training = training
         self._stop = stop
+        self._saver = saver
         self._loss = training.architecture.loss
         self._gradient_sync = training.strategy.gradient_sync
         self._clip = training.strategy.clip_grad_norm
         self._max_norm = training.config.train.max_grad_norm
         self._autocast = assembly.precision(training)
-        averaged = training.strategy.capabilities.averages_gradients
-        self._gradient_factor = training.world.size if averaged else 1
+        params = training.config["distributed"].params
+        self._gradient_factor = training.strategy.gradient_divisor(params, training.world.size)
         self.grad_norm = torch.zeros(())
+        self.outcome = Outcome.FINISHED
+        self.saves_ended = 0
+        """The saves that had ended before this step, added up over the ranks."""
         self._read(training.step)
 
     def _read(self, step: int) -> None:
         """Read a step's batches, and begin to add up over the ranks how many tokens they have.
 
-        It is done one step ahead, so that no rank waits for the sum.
+        It is done one step ahead, so that no rank waits for the sum. The same sum tells how many
+        are asked to stop, and how many saves have ended on them.
         """
         self._batches = self._training.batches.step(step)
-        self._counts = torch.tensor([supervised_tokens(self._batches), bool(self._stop)])
-        self._counting = (
-            dist.all_reduce(self._counts, group=self._training.world.control, async_op=True)
-            if self._training.world.size > 1
-            else None
+        self._counts = self._training.world.sum_later(
+            supervised_tokens(self._batches),
+            self._stop.signal == signal.SIGINT,
+            self._stop.signal == signal.SIGTERM,
+            self._saver.ended,
         )
 
     def step(self) -> bool:
@@ -208,10 +238,11 @@ class Stepper:
         sum is divided by their number.
         """
         training = self._training
-        if self._counting is not None:
-            self._counting.wait()
-        tokens, stop = self._counts.tolist()
-        if stop:
+        training.world.progress.step = training.step + 1
+        training.world.progress.enter("step")
+        tokens, interrupted, preempted, self.saves_ended = self._counts()
+        if interrupted or preempted:
+            self.outcome = Outcome.INTERRUPTED if interrupted else Outcome.PREEMPTED
             return False
         if tokens == 0:
             raise TrainingError(f"step {training.step + 1}: no token is supervised in its batch")
@@ -270,6 +301,8 @@ class Log:
         for name in ("loss", "grad_norm"):
             _require_finite(training.step, name, metrics[name])
         self._last, self._tokens = now, training.tokens
+        training.logged_loss += loss.item()
+        training.logged_tokens += training.unlogged_tokens
         training.unlogged_loss.zero_()
         training.unlogged_tokens = 0
         return metrics

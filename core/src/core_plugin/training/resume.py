@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import os
-from collections.abc import Iterator, Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from core_plugin import provenance
 from core_plugin.config import RunConfig
 from core_plugin.errors import CheckpointError, ConfigError
 from core_plugin.training.assembly import Training
 from core_plugin.training.checkpoint import Checkpoints, rng_state, seed_everything, set_rng_state
+from core_plugin.training.saved import RUN_FILE as RUN_FILE
+from core_plugin.training.saved import description
 from core_plugin.training.world import World
+from core_plugin.types import BasePeft
 
-RUN_FILE = "run.json"
+ADAPTER = "adapter"
 LAUNCH_MARK = ".launched"
 _FREE_TO_CHANGE = (
     "checkpoint",
@@ -28,7 +35,11 @@ _FREE_TO_CHANGE = (
     "hooks",
     "launcher",
     "plugins",
+    "train.activation_checkpointing",
+    "train.blocks",
+    "train.compile",
     "train.deterministic",
+    "train.hang_timeout",
     "train.log_every",
     "train.micro_batch_size",
     "train.steps",
@@ -36,41 +47,67 @@ _FREE_TO_CHANGE = (
 """What a resumed run may have otherwise than the one that saved, without being asked."""
 
 
-def write(training: Training, directory: Path) -> None:
-    """Write a checkpoint's content; called on every rank. See :mod:`.checkpoint` for the files."""
-    config, world = training.config, training.world
-    peft = config.get("peft")
-    tensors = directory / "state"
-    with world.together(f"writing {directory}", CheckpointError):
-        if world.rank == 0:
-            tensors.mkdir()
-            _write_run(training, directory)
-            torch.save(training.scheduler.state_dict(), directory / "scheduler.pt")
-            training.tokenizer.save(str(directory / "tokenizer.json"))
-        of_rank = {
-            "device": training.device.type,
-            "generators": rng_state(training.backend.rng_state(training.device)),
-            "unlogged_loss": training.unlogged_loss.cpu(),
-        }
-        torch.save(of_rank, _rank_file(directory, world.rank))
-    training.strategy.save_checkpoint(
-        training.model, training.optimizer, tensors, include_frozen=peft is None
-    )
-    if peft is not None:
-        trained = training.strategy.full_state_dict(training.model, True)
-        with world.together(f"writing the adapter into {directory}", CheckpointError):
+def stage(training: Training, *, copy: bool) -> Callable[[Path, World], None]:
+    """Take what a checkpoint holds of this moment. Collective.
+
+    Args:
+        training: What is saved; its loss since the last checkpoint counts from here anew.
+        copy: Copy the tensors to the host, too, so that training can go on before they are written.
+
+    Returns:
+        What writes it into a directory, called on every rank. See :mod:`.checkpoint` for the files.
+
+    Raises:
+        CheckpointError: On every rank, if it failed on one.
+    """
+    what = f"saving step {training.step}"
+    with training.world.together(what, CheckpointError, collective=True):
+        write_tensors = _stage_tensors(training, copy)
+        adapter = training.strategy.full_state_dict(training.model, True) if _peft(training) else {}
+    with training.world.together(what, CheckpointError):
+        files = _files(training) | (_adapter_files(training, adapter) if adapter else {})
+    training.logged_loss, training.logged_tokens = 0.0, 0
+
+    def write(directory: Path, world: World) -> None:
+        tensors = directory / "state"
+        with world.together(f"writing {directory}", CheckpointError):
             if world.rank == 0:
-                model = training.strategy.unwrap_model(training.model)
-                peft.implementation.save(directory / "adapter", model, trained)
+                tensors.mkdir()
+            for name, content in files.items():
+                (directory / name).parent.mkdir(exist_ok=True)
+                (directory / name).write_bytes(content)
+        write_tensors(tensors, world.control)
+
+    return write
 
 
-def _rank_file(directory: Path, rank: int) -> Path:
-    return directory / f"rank-{rank:05d}.pt"
+def _files(training: Training) -> dict[str, bytes]:
+    """What is no tensor of the model or the optimizer: this rank's files."""
+    rank = training.world.rank
+    of_rank = {
+        "device": training.device.type,
+        "generators": rng_state(training.backend.rng_state(training.device)),
+        "unlogged_loss": training.unlogged_loss.cpu(),
+    }
+    files = {_rank_file(rank): _serialized(of_rank)}
+    if rank == 0:
+        files[RUN_FILE] = json.dumps(_description(training), indent=1).encode()
+        files["scheduler.pt"] = _serialized(training.scheduler.state_dict())
+        files["tokenizer.json"] = training.tokenizer.to_str(pretty=True).encode()
+    return files
 
 
-def _write_run(training: Training, directory: Path) -> None:
-    document = {
+def _serialized(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _description(training: Training) -> dict[str, Any]:
+    tokens = training.logged_tokens
+    return {
         "step": training.step,
+        "loss": training.logged_loss / tokens if tokens else None,
         "tokens": training.tokens,
         "unlogged_tokens": training.unlogged_tokens,
         "world_size": training.world.size,
@@ -78,8 +115,35 @@ def _write_run(training: Training, directory: Path) -> None:
         "config": training.config.resolved(),
         "plugins": [dataclasses.asdict(f) for f in provenance.fingerprints(training.config)],
     }
-    text = json.dumps(document, indent=1)
-    (directory / RUN_FILE).write_text(text, encoding="utf-8")
+
+
+def _stage_tensors(training: Training, copy: bool) -> Callable[[Path, ProcessGroup | None], None]:
+    strategy, model, optimizer = training.strategy, training.model, training.optimizer
+    include_frozen = _peft(training) is None
+    if copy:
+        return strategy.stage_checkpoint(model, optimizer, include_frozen=include_frozen)
+    return lambda directory, group: strategy.save_checkpoint(
+        model, optimizer, directory, include_frozen=include_frozen
+    )
+
+
+def _peft(training: Training) -> type[BasePeft] | None:
+    chosen = training.config.get("peft")
+    return chosen.implementation if chosen else None
+
+
+def _adapter_files(training: Training, tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
+    """The adapter's files. Its method writes them, so they are written elsewhere first."""
+    model = training.strategy.unwrap_model(training.model)
+    with tempfile.TemporaryDirectory(prefix="core-plugin-") as name:
+        elsewhere = Path(name)
+        training.config["peft"].implementation.save(elsewhere / ADAPTER, model, tensors)
+        found = [path for path in elsewhere.rglob("*") if path.is_file()]
+        return {str(path.relative_to(elsewhere)): path.read_bytes() for path in found}
+
+
+def _rank_file(rank: int) -> str:
+    return f"rank-{rank:05d}.pt"
 
 
 def choose(config: RunConfig, checkpoints: Checkpoints, world: World) -> Path | None:
@@ -109,7 +173,7 @@ def choose(config: RunConfig, checkpoints: Checkpoints, world: World) -> Path | 
     faults = checkpoints.verify(Path(wish))
     if faults:
         raise CheckpointError(f"the checkpoint {wish} is broken:\n  " + "\n  ".join(faults))
-    if later := [step for step in existing if step > _saved(Path(wish))["step"]]:
+    if later := [step for step in existing if step > description(Path(wish))["step"]]:
         raise ConfigError(
             f"{config.checkpoint.directory} has checkpoints after {wish} (up to step "
             f"{max(later)}), which those of the run would be mixed with; choose another "
@@ -156,18 +220,13 @@ def _directory_faults(config: RunConfig) -> Iterator[None]:
         ) from None
 
 
-def _saved(directory: Path) -> dict[str, Any]:
-    text = (directory / RUN_FILE).read_text(encoding="utf-8")
-    return json.loads(text)  # type: ignore[no-any-return]
-
-
 def load(training: Training, directory: Path) -> None:
     """Put the training into the state that a verified checkpoint has; called on every rank.
 
     Raises:
         CheckpointError: The checkpoint is of another run, or its tensors do not fit.
     """
-    saved = _saved(directory)
+    saved = description(directory)
     if not training.config.checkpoint.allow_changes:
         changes = list(_changes(saved, training.config))
         if saved["samples"] != training.batches.samples:
@@ -228,7 +287,7 @@ def _load_of_rank(training: Training, directory: Path, world_size: int) -> None:
     rank = training.world.rank
     seed_rank(training.config, training.world, training.step)
     if world_size == training.world.size:
-        own = torch.load(_rank_file(directory, rank), weights_only=True)
+        own = torch.load(directory / _rank_file(rank), weights_only=True)
         training.unlogged_loss.copy_(own["unlogged_loss"])
         if own.get("device", training.device.type) == training.device.type:
             set_rng_state(
@@ -236,7 +295,7 @@ def _load_of_rank(training: Training, directory: Path, world_size: int) -> None:
             )
     elif rank == 0:
         for other in range(world_size):
-            of_rank = torch.load(_rank_file(directory, other), weights_only=True)
+            of_rank = torch.load(directory / _rank_file(other), weights_only=True)
             training.unlogged_loss += of_rank["unlogged_loss"].to(training.device)
 
 

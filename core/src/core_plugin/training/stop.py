@@ -14,9 +14,6 @@ class StopRequest:
     def __init__(self) -> None:
         self.signal: int | None = None
 
-    def __bool__(self) -> bool:
-        return self.signal is not None
-
     def _ask(self, number: int, frame: FrameType | None) -> None:
         self.signal = self.signal or number
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import traceback
 from dataclasses import dataclass
@@ -11,9 +12,7 @@ from core_plugin.errors import ConfigError, CorePluginError
 from core_plugin.training.loop import Outcome, train
 from core_plugin.training.stop import restore_default_handlers
 from core_plugin.training.world import Place, World, join, place_from_environment
-
-STOPPED = 130
-"""The exit code of a run that a signal stopped, after it saved."""
+from core_plugin.types.launcher import INTERRUPTED
 
 
 @dataclass(frozen=True)
@@ -34,8 +33,9 @@ class Worker:
         except CorePluginError as error:
             return _report(str(error), error, self.debug)
         except KeyboardInterrupt:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # a launcher may send it once more
             print("stopped before the first step; nothing is lost", file=sys.stderr)
-            return STOPPED
+            return INTERRUPTED
 
     def _run(self, world: World) -> int:
         try:
@@ -49,15 +49,13 @@ class Worker:
                 message = f"rank {world.rank} lost contact with another rank ({error})"
                 return _report(message, error, self.debug)
             return _report(f"rank {world.rank}: {type(error).__name__}: {error}", error, True)
-        if outcome is Outcome.STOPPED:
-            if world.rank == 0:
-                print(
-                    f"stopped; everything up to here is saved in "
-                    f"{self.config.checkpoint.directory}. Go on with --resume",
-                    file=sys.stderr,
-                )
-            return STOPPED
-        return 0
+        if outcome is not Outcome.FINISHED and world.rank == 0:
+            print(
+                f"stopped; everything up to here is saved in "
+                f"{self.config.checkpoint.directory}. Go on with --resume",
+                file=sys.stderr,
+            )
+        return outcome.value
 
 
 def _check_place(config: RunConfig, place: Place | None) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.rendezvous import rendezvous
@@ -20,9 +23,9 @@ from core_plugin.errors import ConfigError, CorePluginError, RankMismatchError, 
 T = TypeVar("T")
 
 TIMEOUT = timedelta(minutes=10)
-"""How long a rank waits for the others in an exchange of tensors."""
-CONTROL_TIMEOUT = timedelta(hours=1)
-"""How long it waits for them to agree: one of them may be making a tokenizer, or uploading."""
+"""How long a rank waits for the others to come, and to say that they run the same thing."""
+NEVER = timedelta(days=365)
+"""Exchanges do not end by themselves: the watchdog ends ranks that wait in vain, and says why."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +116,20 @@ def _number(environment: Mapping[str, str], name: str, default: str | None = Non
         raise ConfigError(f"the environment's {name} is no number: {text!r}") from None
 
 
+class Progress:
+    """What the main thread is doing. To tell it costs next to nothing: no lock, nothing written."""
+
+    def __init__(self) -> None:
+        self.beats = 0
+        self.phase = "starting"
+        self.step = 0
+
+    def enter(self, phase: str) -> None:
+        """Begin something; it may take ``train.hang_timeout``."""
+        self.phase = phase
+        self.beats += 1
+
+
 class World:
     """The ranks of a run, joined: a process group for the work and one for agreements.
 
@@ -124,6 +141,7 @@ class World:
         self.place = place
         self.store = store
         self.control: dist.ProcessGroup | None = None
+        self.progress = Progress()
 
     @property
     def rank(self) -> int:
@@ -156,11 +174,11 @@ class World:
             reports = [json.loads(self.store.get(f"report/{r}")) for r in range(self.size)]
             self.store.set("verdict", _verdict(reports))
         verdict = self.store.get("verdict").decode()
-        self._leave_together("verdict/seen")
+        self.leave_together("verdict/seen")
         if error or verdict:
             raise error or RankMismatchError(verdict)
 
-    def _leave_together(self, key: str) -> None:
+    def leave_together(self, key: str) -> None:
         """Let rank 0, which may keep the store, go on last."""
         if self.store.add(key, 1) == self.size:
             self.store.set(f"{key}/all", "")
@@ -181,15 +199,39 @@ class World:
             store=dist.PrefixStore("work", self.store),
             rank=self.rank,
             world_size=self.size,
-            timeout=TIMEOUT,
+            timeout=NEVER,
         )
-        self.control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
+        self.control = dist.new_group(backend="gloo", timeout=NEVER)
+
+    def separate(self) -> World:
+        """The same ranks with a group of their own for agreements, for another thread. Collective.
+
+        Exchanges of two threads over one group would be taken for each other.
+        """
+        world = World(self.place, self.store)
+        world.control = dist.new_group(backend="gloo", timeout=NEVER)
+        return world
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value, on every rank. Collective."""
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.control)
         return values
+
+    def sum_later(self, *numbers: int) -> Callable[[], list[int]]:
+        """Begin to add up numbers over the ranks. What is returned waits for the sums. Collective.
+
+        The numbers are exact up to 2**63.
+        """
+        sums = torch.tensor(numbers, dtype=torch.int64)
+        adding = dist.all_reduce(sums, group=self.control, async_op=True) if self.size > 1 else None
+
+        def wait() -> list[int]:
+            if adding is not None:
+                adding.wait()
+            return sums.tolist()
+
+        return wait
 
     def from_first(self, value: T | None) -> T:
         """Rank 0's value, on every rank. Collective."""
@@ -209,6 +251,7 @@ class World:
             collective: The block itself exchanges something. A rank that fails in it cannot wait
                 for the others, who may wait for it: it ends at once, and they lose contact.
         """
+        self.progress.enter(what)
         error: BaseException | None = None
         try:
             yield
@@ -258,6 +301,31 @@ def _mismatch(identities: list[dict[str, str]]) -> str:
     )
 
 
+def fresh_store(store: dist.Store, place: Place) -> dist.Store:
+    """A part of the store that no earlier attempt of the same ranks has written into.
+
+    An elastic agent may keep one store for all attempts (pytorch/pytorch#167288). So rank 0 offers
+    a name, each rank accepts with a word of its own, and an offer counts once it has all of these.
+    """
+    words = [""] * place.world_size
+    word = secrets.token_hex(8)
+    if place.rank == 0:
+        store.set("offer", word)
+        words[1:] = [store.get(f"{word}/{r}").decode() for r in range(1, place.world_size)]
+        store.set(f"{word}/accepted", json.dumps(words))
+        return dist.PrefixStore(word, store)
+    deadline = time.monotonic() + TIMEOUT.total_seconds()
+    while time.monotonic() < deadline:
+        offer = store.get("offer").decode()
+        store.set(f"{offer}/{place.rank}", word)
+        if store.check([f"{offer}/accepted"]):
+            words = json.loads(store.get(f"{offer}/accepted"))
+            if words[place.rank : place.rank + 1] == [word]:
+                return dist.PrefixStore(offer, store)
+        time.sleep(0.01)
+    raise TrainingError(f"rank {place.rank} waited in vain for rank 0; did every host start?")
+
+
 @contextmanager
 def join(place: Place | None) -> Iterator[World]:
     """The world of this process, until the end of the block.
@@ -275,7 +343,7 @@ def join(place: Place | None) -> Iterator[World]:
                 f"the ranks cannot meet at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
                 f" ({str(error).splitlines()[0]}); is the port free, and did every host start?"
             ) from error
-        world = World(place, store)
+        world = World(place, fresh_store(store, place))
     try:
         yield world
     finally:

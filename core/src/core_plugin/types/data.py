@@ -51,6 +51,11 @@ class BaseData(Implementation, abstract=True):
         """
 
     @staticmethod
+    def end_token(params: Any) -> str | None:
+        """The token that ends a text, so that whoever generates one can stop at it, or None."""
+        return None
+
+    @staticmethod
     def collate(samples: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         """A micro-batch ``[batch, length]``; shorter samples are padded on the right.
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     import torch
     from torch import nn
+    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
@@ -47,10 +48,11 @@ class ShardContext:
     """Gives a part of the model that is on ``meta`` its memory and its values, on the device.
 
     The values depend on the seed and on the parameters' names alone: they are equal on all ranks,
-    and for any order and division of the calls. Parts that are real already are left alone.
+    and for any order and division of the calls. Parts that are real already are left alone. Of a
+    parameter that is a ``DTensor`` on ``meta`` each rank makes, and reads, its own part alone.
     """
     blocks: Sequence[nn.Module]
-    """The model's repeated blocks, outermost first; empty if the architecture names none."""
+    """The model's repeated blocks, outermost first; empty if it has none that are found."""
     dtype: torch.dtype
     """The precision to compute in; parameters and gradients stay float32."""
     device_capabilities: DeviceCapabilities = NO_CAPABILITIES
@@ -131,6 +133,19 @@ class BaseDistributed(Implementation, abstract=True):
         """
 
     @staticmethod
+    def parameter_device(params: Any, device: torch.device) -> torch.device:
+        """Where parameters stay between steps: the device, or the host they are offloaded to."""
+        return device
+
+    @classmethod
+    def gradient_divisor(cls, params: Any, world_size: int) -> float:
+        """What the sum of the ranks' gradients is divided by when they are exchanged.
+
+        The loss is scaled by it, so that training does not depend on it.
+        """
+        return world_size if cls.capabilities.averages_gradients else 1
+
+    @staticmethod
     def clip_grad_norm(model: nn.Module, max_norm: float | None) -> torch.Tensor:
         """Scale the gradients so that their global 2-norm is at most ``max_norm``.
 
@@ -161,6 +176,24 @@ class BaseDistributed(Implementation, abstract=True):
         state.save(cls.unwrap_model(model), optimizer, directory, include_frozen=include_frozen)
 
     @classmethod
+    def stage_checkpoint(
+        cls, model: nn.Module, optimizer: Optimizer, *, include_frozen: bool
+    ) -> Callable[[Path, ProcessGroup | None], None]:
+        """Copy what :meth:`save_checkpoint` writes to the host, so that training can go on.
+
+        The arguments are those of :meth:`save_checkpoint`. A strategy that overrides that one
+        overrides this one as well, or is not saved asynchronously.
+
+        Returns:
+            What writes the copies into a directory. It is called on all ranks, in a thread of its
+            own, and exchanges nothing but over the group that it is given (None in a single
+            process that has no groups).
+        """
+        from core_plugin import state
+
+        return state.stage(cls.unwrap_model(model), optimizer, include_frozen=include_frozen)
+
+    @classmethod
     def load_checkpoint(
         cls, model: nn.Module, optimizer: Optimizer, directory: Path, *, include_frozen: bool
     ) -> None:
@@ -188,14 +221,23 @@ class BaseDistributed(Implementation, abstract=True):
         return state.full_state_dict(cls.unwrap_model(model), trainable)
 
     @classmethod
-    def plan_memory(cls, model: nn.Module, world_size: int) -> MemoryPlan:
-        """The bytes on one rank, for a model on ``meta``, float32 and an AdamW-like optimizer."""
-        share = world_size if cls.capabilities.sharded_state else 1
-        total = sum(p.numel() for p in model.parameters())
-        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        return MemoryPlan(
-            4 * -(-total // share), 4 * -(-trained // share), 8 * -(-trained // share)
-        )
+    def plan_memory(cls, model: nn.Module, params: Any, world_size: int) -> MemoryPlan:
+        """The bytes on the rank that holds most, for a model on ``meta``.
+
+        The default is right for an AdamW-like optimizer and parameters that are whole on each
+        rank or, with ``sharded_state``, split by rows over all of them.
+        """
+        ranks = world_size if cls.capabilities.sharded_state else 1
+        parts = [(_largest_part(p, ranks), p.requires_grad) for p in model.parameters()]
+        trained = sum(part for part, is_trained in parts if is_trained)
+        return MemoryPlan(sum(part for part, _ in parts), trained, 2 * trained)
+
+
+def _largest_part(tensor: torch.Tensor, ranks: int) -> int:
+    """The bytes of the largest of the parts that a tensor's rows are split into."""
+    rows = tensor.shape[0] if tensor.ndim else 1
+    row = tensor.numel() // max(rows, 1)
+    return -(-rows // ranks) * row * tensor.itemsize
 
 
 class DistributedPlugin(BasePlugin, contract=BaseDistributed):

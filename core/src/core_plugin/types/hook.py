@@ -74,7 +74,11 @@ class Events:
 
     @hookspec
     def on_checkpoint(self, run: Run, path: Path) -> None:
-        """A checkpoint is complete."""
+        """A checkpoint is complete.
+
+        With ``checkpoint.asynchronous`` that is some steps after the one that it is of, which its
+        path tells.
+        """
 
     @hookspec
     def on_end(self, run: Run) -> None:

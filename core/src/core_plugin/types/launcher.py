@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import signal
 from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
 
 from core_plugin.contract import Implementation
 from core_plugin.plugin import BasePlugin
+
+PREEMPTED = 75
+"""The exit code of a run that SIGTERM stopped after it saved, and that is to go on with --resume;
+it is what ``sysexits.h`` calls EX_TEMPFAIL."""
+INTERRUPTED = 128 + signal.SIGINT
+"""The exit code of a run that SIGINT stopped after it saved, or before it began."""
 
 
 class BaseLauncher(Implementation, abstract=True):
@@ -28,10 +35,13 @@ class BaseLauncher(Implementation, abstract=True):
             worker: Picklable. Each process calls it in its main thread, with ``RANK``,
                 ``LOCAL_RANK``, ``WORLD_SIZE``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and
                 ``MASTER_PORT`` in its environment (or none of them, for a run of one process).
-                It reports its own errors and returns an exit code.
+                It reports its own errors and returns an exit code. Asked by SIGTERM or SIGINT, all
+                workers save and return :data:`PREEMPTED` or :data:`INTERRUPTED`: they are not
+                started again.
 
         Returns:
-            The exit code: 0 if all workers returned 0. If one fails, the others are ended.
+            The exit code: the workers', if it is the same for all. If one fails, the others are
+            ended.
         """
 
 

@@ -69,6 +69,20 @@ class BaseModel(Implementation, abstract=True):
         return None
 
     @staticmethod
+    def transformers_config(params: Any, vocabulary_size: int) -> Mapping[str, Any] | None:
+        """The content of ``config.json`` for an architecture of Hugging Face transformers.
+
+        That architecture has parameters of the same names and layout, and computes the same. The
+        token ids ``bos_token_id`` and ``eos_token_id``, and ``dtype``, are added where a checkpoint
+        is exported. None: there is no such architecture.
+
+        Args:
+            params: The implementation's ``Params``.
+            vocabulary_size: See :meth:`build`.
+        """
+        return None
+
+    @staticmethod
     def loss(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The sum of the losses of all supervised tokens of a micro-batch: a scalar.
 

@@ -118,7 +118,9 @@ def _forward(
         seen, mask = torch.native_dropout(x, dropout, train=True)
     narrow = F.linear(seen, down)
     result = F.linear(x, _cast(weight, x.dtype), bias)
-    return result.addmm_(narrow, up.t(), alpha=scaling), narrow, mask
+    # Selective recomputation, which is a mode, keeps products and must find them as they were.
+    add = torch.addmm if torch._C._len_torch_dispatch_stack() else Tensor.addmm_
+    return add(result, narrow, up.t(), alpha=scaling), narrow, mask
 
 
 class _Linear(torch.autograd.Function):

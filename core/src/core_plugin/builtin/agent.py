@@ -1,0 +1,164 @@
+"""Torch's elastic agent, as the torchrun launcher runs it on one host."""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from types import FrameType
+from typing import Any
+
+import torch.distributed.elastic.rendezvous.registry as rendezvous
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+
+from core_plugin.types.launcher import INTERRUPTED, PREEMPTED
+
+POLL = 0.1
+"""Seconds between two looks at workers that do not end."""
+STOPPED = (PREEMPTED, INTERRUPTED)
+"""The exit codes of a worker that has saved because it was asked to stop."""
+LAST_WORDS = 5.0
+"""Seconds that the others have to tell what they know, once a worker has failed and told why."""
+
+
+class Agent(LocalElasticAgent):
+    """Starts workers, watches them, and starts all again if one fails.
+
+    It differs from torch's own in two ways. What is left of a failed attempt is killed: it only
+    waits for the dead one, and has nothing to save. And a signal that asks it to stop is passed on
+    to the workers, which save and end by themselves; their exit codes are then the result.
+
+    Args:
+        worker: What each process calls; it returns an exit code.
+        processes: How many there are.
+        start_method: ``fork`` or ``spawn``.
+        max_restarts: How often all are started again.
+        shutdown_seconds: How long they have to end when they are asked to stop.
+    """
+
+    def __init__(
+        self,
+        worker: Callable[[], int],
+        *,
+        processes: int,
+        start_method: str,
+        max_restarts: int,
+        shutdown_seconds: float,
+    ) -> None:
+        if start_method == "fork":
+            importlib.import_module("torch._dynamo")  # every optimizer does, and it is slow
+        meeting = RendezvousParameters(
+            "c10d", "127.0.0.1:0", f"core-plugin-{os.getpid()}", 1, 1, local_addr="127.0.0.1"
+        )
+        # Once all have finished, torch looks at them; until then only this class does.
+        self._finished = multiprocessing.get_context(start_method).RawArray("b", processes)
+        spec = WorkerSpec(
+            role="default",
+            local_world_size=processes,
+            rdzv_handler=rendezvous.get_rendezvous_handler(meeting),
+            entrypoint=_work,
+            args=(worker, self._finished),
+            max_restarts=max_restarts,
+            monitor_interval=0.001,  # the wait is in _monitor_workers
+            local_addr="127.0.0.1",
+        )
+        super().__init__(spec, DefaultLogsSpecs(), start_method)
+        self._shutdown_seconds = shutdown_seconds
+        self._workers: list[BaseProcess] = []
+        self._signal: int | None = None
+        self._deadline: float | None = None
+        self._failure = 0
+
+    def execute(self) -> int:
+        """Run the workers to their end.
+
+        Returns:
+            The exit code: 0, or that of the worker which failed first; of one that a signal ended
+            it is 128 and the signal's number, as in a shell.
+        """
+        handlers = {n: signal.signal(n, self._ask) for n in (signal.SIGTERM, signal.SIGINT)}
+        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGHUP,SIGQUIT"  # not those two
+        try:
+            result = self.run()
+        except SignalException as error:
+            return 128 + error.sigval
+        finally:
+            self._worker_group.spec.rdzv_handler.shutdown()
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+        return _in_shell(self._failure or int(result.is_failed()))
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        self._signal = self._signal or number
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._failure = 0
+        self._finished[:] = [0] * len(self._finished)
+        ids: dict[int, Any] = super()._start_workers(worker_group)
+        self._workers = multiprocessing.active_children()
+        return ids
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        wait([worker.sentinel for worker in self._workers], POLL)
+        if self._signal and self._deadline is None:
+            self._pass_on(self._signal)
+        if failed := [worker.exitcode for worker in self._workers if worker.exitcode]:
+            self._end(failed[0])
+        elif not all(self._finished):
+            if self._deadline and time.monotonic() > self._deadline:
+                self._kill()
+            return RunResult(state=WorkerState.HEALTHY)
+        result: RunResult = super()._monitor_workers(worker_group)
+        return result
+
+    def _pass_on(self, number: int) -> None:
+        self._remaining_restarts = 0
+        self._deadline = time.monotonic() + self._shutdown_seconds
+        for worker in self._workers:
+            if worker.pid and worker.is_alive():
+                os.kill(worker.pid, number)
+
+    def _end(self, code: int) -> None:
+        """End all workers, of which one has failed with a code."""
+        seconds = LAST_WORDS if code > 0 else 0.0
+        if stops := self._deadline is not None or code in STOPPED:
+            self._remaining_restarts = 0
+            seconds = self._shutdown_seconds
+        deadline = time.monotonic() + seconds
+        for worker in self._workers:
+            worker.join(max(0, deadline - time.monotonic()))
+        self._kill()
+        others = [w.exitcode for w in self._workers if w.exitcode not in STOPPED]
+        self._failure = (stops and others and others[0]) or code
+
+    def _kill(self) -> None:
+        for worker in self._workers:
+            worker.kill()
+        for worker in self._workers:
+            worker.join(LAST_WORDS)
+
+
+def _work(worker: Callable[[], int], finished: Any) -> None:
+    if code := worker():
+        sys.exit(code)
+    finished[int(os.environ["LOCAL_RANK"])] = 1
+
+
+def _in_shell(code: int) -> int:
+    """The exit code as shells tell it: 128 and the signal for a process that one ended."""
+    return 128 - code if code < 0 else code

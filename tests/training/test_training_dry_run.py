@@ -1,0 +1,170 @@
+"""What each rank would hold, told by one process without memory, devices or other processes."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import resource
+
+import pytest
+import torch
+import torch.distributed as dist
+from typer.testing import CliRunner
+
+from core_plugin.cli import app
+from core_plugin.errors import ConfigError
+from core_plugin.training.assembly import build_model
+from core_plugin.training.dry_run import dry_run
+from core_plugin.types import OptimizerPlugin
+
+SIZES = {"hidden_size": 24, "layers": 3, "heads": 2, "intermediate_size": 40}
+"""No number of rows is a multiple of 7."""
+
+
+def small(workspace, **changes):
+    return workspace.resolve(workspace.small(model={"name": "decoder", **SIZES}, **changes))
+
+
+def rows_on(rank: int, rows: int, ranks: int) -> int:
+    """What torch.chunk leaves for a rank."""
+    chunk = math.ceil(rows / ranks)
+    return max(0, min(chunk, rows - rank * chunk))
+
+
+def held(model, rank: int, ranks: int, trained: bool = False) -> int:
+    """The bytes of a rank's rows of all parameters, or of those that are trained."""
+    parameters = [p for p in model.parameters() if p.requires_grad or not trained]
+    return sum(4 * rows_on(rank, len(p), ranks) * p[0].numel() for p in parameters)
+
+
+@pytest.mark.parametrize(("ranks", "replicas"), [(1, 1), (7, 1), (64, 1), (14, 2)])
+def test_the_shards_of_the_first_and_the_last_rank_are_measured(workspace, ranks, replicas):
+    run = small(workspace, distributed={"name": "fsdp2", "replicas": replicas})
+    result = dry_run(run, ranks)
+    assert list(result.ranks) == sorted({0, ranks - 1})
+    parts = ranks // replicas
+    for rank, kept in result.ranks.items():
+        expected = held(result.model, rank % parts, parts)
+        assert kept.parameters == kept.gradients == expected
+        steps = 4 * len(list(result.model.parameters()))  # AdamW's counters
+        assert kept.optimizer == 2 * expected + steps
+    assert result.blocks == {"Layer": 3}
+    assert result.fault is None
+    assert not dist.is_initialized()
+    if replicas == 1:
+        first = result.ranks[0]
+        assert result.planned.parameters == first.parameters
+        assert result.planned.gradients == first.gradients
+
+
+def test_a_strategy_that_wraps_and_one_without_ranks_hold_all(workspace):
+    for strategy, ranks in (("ddp", 5), ("none", 1)):
+        result = dry_run(small(workspace, distributed=strategy), ranks)
+        total = 4 * sum(p.numel() for p in result.model.parameters())
+        assert {kept.parameters for kept in result.ranks.values()} == {total}
+        assert result.planned.total == 4 * total
+
+
+def test_of_a_frozen_model_gradients_are_of_the_adapter_alone(workspace):
+    result = dry_run(small(workspace, distributed="fsdp2", peft={"name": "lora", "r": 4}), 7)
+    kept = result.ranks[0]
+    assert kept.parameters == held(result.model, 0, 7)
+    assert kept.gradients == held(result.model, 0, 7, trained=True) < kept.parameters / 4
+    assert 2 * kept.gradients < kept.optimizer < 3 * kept.gradients
+
+
+def test_an_optimizer_is_measured_and_not_guessed(workspace):
+    muon = dry_run(small(workspace, distributed="fsdp2", optimizer="muon"), 3).ranks[0]
+    assert muon.gradients < muon.optimizer < 1.7 * muon.gradients
+    sgd = dry_run(small(workspace, distributed="fsdp2", optimizer="sgd"), 3).ranks[0]
+    assert sgd.optimizer in (0, sgd.gradients)
+
+
+@OptimizerPlugin("of_values").register()
+def of_values(model, params):
+    class OfValues(torch.optim.SGD):
+        def step(self, closure=None):
+            raise ValueError(f"the first is {self.param_groups[0]['params'][0].sum().item()}")
+
+    return OfValues(model.parameters(), lr=0.1)
+
+
+def test_an_optimizer_that_needs_values_is_as_planned(workspace):
+    document = workspace.small(optimizer="of_values")
+    result = dry_run(workspace.resolve(document), 1)
+    assert result.ranks[0].optimizer == result.planned.optimizer
+    assert "without values it takes no step (RuntimeError: " in invoke(workspace, document).output
+
+
+def test_billions_of_parameters_on_64_ranks_take_no_memory(workspace):
+    sizes = {"hidden_size": 4096, "layers": 29, "heads": 32, "intermediate_size": 11008}
+    model = {"name": "decoder", **sizes}
+    run = workspace.resolve(workspace.small(model=model, distributed="fsdp2"))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    result = dry_run(run, 64)
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    total = sum(p.numel() for p in result.model.parameters())
+    assert total > 5.8e9
+    assert 4 * total / 64 <= result.ranks[0].parameters < 1.01 * 4 * total / 64
+    assert grown < 300_000, f"{grown} kB"
+
+
+def invoke(workspace, document, *options):
+    file = workspace.path / "run.yaml"
+    file.write_text(json.dumps(document, indent=1))
+    return CliRunner().invoke(app, ["train", str(file), "--dry-run", *options])
+
+
+def test_the_command_prints_blocks_adapters_and_bytes(workspace):
+    document = workspace.small(distributed="fsdp2", peft={"name": "lora", "r": 4})
+    document["launcher"] = {"name": "torchrun", "processes_per_host": 3}
+    printed = invoke(workspace, document)
+    assert printed.exit_code == 0, printed.output
+    for expected in ("q_proj", "r=4", "repeated blocks: 2 Layer", "rank 0 of 3", "rank 2 of 3"):
+        assert expected in printed.output
+    assert "rank 63 of 64" in invoke(workspace, document, "--world-size", "64").output
+    assert not list(workspace.path.glob("runs"))
+
+
+@pytest.mark.parametrize(
+    ("override", "ranks", "message"),
+    [
+        ("distributed.replicas=3", 64, r"distributed\.replicas: is 3, but 64 ranks cannot"),
+        ("distributed=none", 64, r"distributed: the strategy 'none' is for one process"),
+        ("distributed=fsdp2", 0, "--world-size must be at least 1, got 0"),
+        ("train.blocks=[Lair]", 2, r"train\.blocks: .*CausalLM is a Lair; did you mean Layer"),
+        ("train.blocks=[]", 2, "names no blocks|no blocks"),
+        ("train.compile=aot_egger", 2, r"train\.compile: .*did you mean aot_eager"),
+    ],
+)
+def test_what_does_not_fit_is_told_with_its_place(workspace, override, ranks, message):
+    document = workspace.small(distributed={"name": "fsdp2"})
+    failed = invoke(workspace, document, "--world-size", str(ranks), override)
+    assert isinstance(failed.exception, ConfigError)
+    assert re.search(message, str(failed.exception))
+    assert not dist.is_initialized()
+
+
+def test_what_is_in_the_file_is_told_with_its_line(workspace):
+    document = workspace.small(distributed={"name": "fsdp2", "replicas": 3})
+    failed = invoke(workspace, document, "--world-size", "64")
+    lines = (workspace.path / "run.yaml").read_text().splitlines()
+    line = next(n for n, text in enumerate(lines, 1) if "replicas" in text)
+    assert f"run.yaml:{line}: distributed.replicas: is 3" in str(failed.exception)
+
+
+def test_a_number_of_ranks_goes_with_a_dry_run_alone(workspace):
+    failed = CliRunner().invoke(app, ["train", "run.yaml", "--world-size", "2"])
+    assert failed.exit_code == 2
+    assert "it goes with --dry-run" in failed.output
+
+
+def test_a_model_is_described_before_it_is_sharded(workspace):
+    run = small(workspace, distributed="fsdp2")
+    result = dry_run(run, 7)
+    wanted = build_model(run, result.model.lm_head.weight.shape[0])
+    assert [(n, p.shape) for n, p in result.model.named_parameters()] == [
+        (n, p.shape) for n, p in wanted.named_parameters()
+    ]
+    assert all(p.is_meta for p in result.model.parameters())
