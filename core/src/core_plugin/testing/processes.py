@@ -23,7 +23,14 @@ from typing import Any, Literal, Protocol
 
 import pytest
 
-PRELOAD = ["pytest", "torch.distributed.fsdp", "core_plugin.state", "core_plugin.types"]
+PRELOAD = [
+    "pytest",
+    "torch._dynamo",  # which the first optimizer imports
+    "torch.distributed.fsdp",
+    "core_plugin.adapters",
+    "core_plugin.state",
+    "core_plugin.types",
+]
 """What takes long to import, and is imported once for all processes."""
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 """The variable with which torch loads no devices by itself, if it is 0."""

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from core_plugin.adapters import delete_adapter, disable_adapters, set_adapter
-from core_plugin.testing.peft.checks import assert_near, assert_same
+from core_plugin.testing.checks import assert_near, assert_same
 from core_plugin.testing.peft.models import OTHER, Models
 from core_plugin.types.peft import ADAPTER
 

@@ -17,7 +17,7 @@ from torch.optim import AdamW, Optimizer
 from core_plugin import state, tensors
 from core_plugin.adapters import base_name, initialize, inject, load_adapter, save_adapter
 from core_plugin.errors import ConfigError
-from core_plugin.testing.peft.checks import (
+from core_plugin.testing.checks import (
     assert_all_near,
     assert_near,
     assert_same,

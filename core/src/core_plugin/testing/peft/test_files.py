@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from core_plugin.adapters import load_adapter, modules, save_adapter, set_adapter
 from core_plugin.errors import CheckpointError
-from core_plugin.testing.peft.checks import (
+from core_plugin.testing.checks import (
     assert_differs,
     assert_same,
     assert_unchanged,

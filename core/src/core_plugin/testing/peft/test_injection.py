@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from core_plugin.adapters import base_name, initialize, inject, modules
 from core_plugin.adapters.layer import AdapterLayer
-from core_plugin.testing.peft.checks import assert_near, assert_same, snapshot
+from core_plugin.testing.checks import assert_near, assert_same, snapshot
 from core_plugin.testing.peft.models import Models, seeded
 from core_plugin.testing.peft.networks import blocks, decoder
 from core_plugin.types.peft import ADAPTER, BasePeft

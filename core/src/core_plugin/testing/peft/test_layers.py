@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from core_plugin.adapters import modules
-from core_plugin.testing.peft.bases import BASES, EACH_BASE
-from core_plugin.testing.peft.checks import (
+from core_plugin.testing.checks import (
     assert_differs,
     assert_near,
     assert_same,
     assert_unchanged,
     snapshot,
 )
+from core_plugin.testing.peft.bases import BASES, EACH_BASE
 from core_plugin.testing.peft.models import Models, dropouts
 from core_plugin.testing.processes import NotHereError
 from core_plugin.types.peft import ADAPTER, BasePeft

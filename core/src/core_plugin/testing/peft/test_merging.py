@@ -19,14 +19,14 @@ from core_plugin.adapters import (
 )
 from core_plugin.adapters.layer import AdapterLayer
 from core_plugin.errors import CorePluginError
-from core_plugin.testing.peft.bases import EACH_BASE
-from core_plugin.testing.peft.checks import (
+from core_plugin.testing.checks import (
     assert_differs,
     assert_near,
     assert_same,
     assert_unchanged,
     snapshot,
 )
+from core_plugin.testing.peft.bases import EACH_BASE
 from core_plugin.testing.peft.models import OTHER, Models
 from core_plugin.testing.processes import NotHereError
 from core_plugin.types.peft import ADAPTER

@@ -16,7 +16,7 @@ from core_plugin.adapters import (
     set_adapter,
 )
 from core_plugin.errors import ConfigError
-from core_plugin.testing.peft.checks import (
+from core_plugin.testing.checks import (
     assert_differs,
     assert_near,
     assert_same,

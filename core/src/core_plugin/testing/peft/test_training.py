@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from core_plugin.adapters import base_name
-from core_plugin.testing.peft.bases import EACH_BASE
-from core_plugin.testing.peft.checks import (
+from core_plugin.testing.checks import (
     assert_all_near,
     assert_near,
     gradients,
     snapshot,
     trained_values,
 )
+from core_plugin.testing.peft.bases import EACH_BASE
 from core_plugin.testing.peft.models import Models
 from core_plugin.testing.peft.networks import VOCABULARY, blocks
 from core_plugin.types.peft import BasePeft

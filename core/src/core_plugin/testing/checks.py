@@ -62,6 +62,17 @@ def assert_all_near(
         )
 
 
+def assert_all_same(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Check tensors by name, bit for bit.
+
+    Raises:
+        AssertionError: The names differ, or a tensor does.
+    """
+    assert actual.keys() == expected.keys(), f"{sorted(actual)} instead of {sorted(expected)}"
+    for name, tensor in expected.items():
+        assert_same(actual[name], tensor, name)
+
+
 def snapshot(model: nn.Module) -> dict[str, Tensor]:
     """Copies of all parameters and buffers by name."""
     return {n: t.detach().clone() for n, t in model.state_dict(keep_vars=True).items()}
