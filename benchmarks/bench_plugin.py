@@ -1,10 +1,11 @@
-"""Plugins that the benchmarks run with: data without a file, and two hooks that measure."""
+"""Plugins that the benchmarks run with: data without a file, and hooks that measure."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import json
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,10 +17,13 @@ from core_plugin.types.hook import Run, hookimpl
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from concurrent.futures import Future
 
     import tokenizers
     import torch
     from torch import nn
+
+    from core_plugin.training.saving import Saver
 
 
 class RandomTokens(BaseData):
@@ -85,7 +89,17 @@ def by_hand(params: Report, run: Run) -> object:
     return ByHand(Path(params.path), hand_written(run))
 
 
-first_step.Params = by_hand.Params = Report
+def saves(params: Report, run: Run) -> object:
+    """Save by turns in each of the ways of :class:`Saves`, and time how long training waits."""
+    return Saves(Path(params.path), run)
+
+
+def steps(params: Report, run: Run) -> object | None:
+    """Write down, on rank 0, the process and the time of each step."""
+    return Steps(Path(params.path)) if run.rank == 0 else None
+
+
+first_step.Params = by_hand.Params = saves.Params = steps.Params = Report
 
 
 class FirstStep:
@@ -100,6 +114,19 @@ class FirstStep:
         """Write them."""
         if run.step == self.step:
             note_cpu(self.directory, run.rank)
+
+
+class Steps:
+    """Writes a line at the end of each step: the process, and the time of day in seconds."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    @hookimpl
+    def on_step(self, run: Run) -> None:
+        """Write it."""
+        with self.file.open("a") as opened:
+            opened.write(f"{os.getpid()} {time.time()}\n")
 
 
 class ByHand:
@@ -138,6 +165,76 @@ class ByHand:
         """Write all times."""
         if run.rank == 0:
             self.report.write_text(json.dumps(self.times))
+
+
+class Saves:
+    """Saves by turns with core-plugin and with torch alone, at once and in the background.
+
+    It notes the seconds for which a save keeps training from going on, and the steps that are done
+    until one in the background is over.
+    """
+
+    WAYS = ("core-plugin", "core-plugin, in the background", "torch", "torch, in the background")
+
+    def __init__(self, report: Path, run: Run) -> None:
+        import torch.distributed as dist
+
+        from core_plugin.training.saving import Saver
+
+        self.report, self.directory, self.save_at = report, run.directory, Saver.save
+        self.group = dist.new_group(backend="gloo")
+        self.ways = itertools.cycle(self.WAYS)
+        self.blocked: dict[str, list[float]] = {way: [] for way in self.WAYS}
+        self.steps: dict[str, list[int]] = {way: [] for way in self.WAYS}
+        self.under_way: Future | None = None
+        Saver.save = lambda saver: self.save(saver)
+
+    def save(self, saver: Saver) -> None:
+        """Save in the next way, once what was saved before is over."""
+        import torch.distributed as dist
+
+        saver.finish()
+        if self.under_way:
+            self.under_way.result()
+        way = next(self.ways)
+        in_background = way.endswith("background")
+        dist.barrier()
+        began = time.perf_counter()
+        if way.startswith("torch"):
+            self.under_way = self.save_with_torch(saver, in_background)
+        else:
+            saver._in_background = in_background
+            self.save_at(saver)
+            self.under_way = saver._under_way
+        self.blocked[way].append(time.perf_counter() - began)
+        self.steps[way].append(0)
+        self.way = way
+
+    def save_with_torch(self, saver: Saver, in_background: bool) -> Future | None:
+        """As torch's own documentation saves, over a group of its own."""
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+
+        training = saver._training
+        model, optimizer = get_state_dict(training.model, training.optimizer)
+        save = dcp.async_save if in_background else dcp.save
+        place = self.directory / f"torch-{training.step}"
+        done = save(
+            {"model": model, "optimizer": optimizer}, checkpoint_id=place, process_group=self.group
+        )
+        return done if in_background else None
+
+    @hookimpl
+    def on_step(self, run: Run) -> None:
+        """Count the step if a save is under way."""
+        if self.under_way and not self.under_way.done():
+            self.steps[self.way][-1] += 1
+
+    @hookimpl
+    def on_end(self, run: Run) -> None:
+        """Write all times."""
+        if run.rank == 0:
+            self.report.write_text(json.dumps({"blocked": self.blocked, "steps": self.steps}))
 
 
 def now(run: Run) -> tuple[float, float]:

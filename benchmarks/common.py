@@ -26,6 +26,8 @@ random-tokens = bench_plugin:RandomTokens
 [core_plugin.hook]
 first-step = bench_plugin:first_step
 by-hand = bench_plugin:by_hand
+steps = bench_plugin:steps
+saves = bench_plugin:saves
 """
 
 
