@@ -64,6 +64,9 @@ PACKAGES = [
 ]
 SOURCES = [str(p.directory / "src") for p in PACKAGES]
 TESTS = [str(d) for d in (*(p.directory / "tests" for p in PACKAGES), ROOT / "tests") if d.is_dir()]
+FAULTS = ROOT / "tests" / "faults"
+IN_PARALLEL = ("--numprocesses", "2", "--dist", "loadgroup")
+NEEDS_ROOT = str(FAULTS / "test_faults_hosts.py")
 
 
 def group(*names: str) -> tuple[str, ...]:
@@ -149,7 +152,7 @@ def tox(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Run all tests of all packages."""
     install_tree(session, *group("test"), compiled=True)
-    arguments = session.posargs or ["--numprocesses", "2", "--dist", "loadgroup", *TESTS]
+    arguments = session.posargs or [*IN_PARALLEL, *TESTS]
     session.run("pytest", *arguments, env={"OMP_NUM_THREADS": "1"})
 
 
@@ -157,7 +160,24 @@ def tests(session: nox.Session) -> None:
 def slow(session: nox.Session) -> None:
     """Run the tests that take minutes."""
     install_tree(session, *group("test"))
-    arguments = session.posargs or TESTS
+    arguments = session.posargs or ["--ignore", NEEDS_ROOT, *TESTS]
+    session.run("pytest", "-m", "slow", *arguments, env={"OMP_NUM_THREADS": "1"})
+
+
+@nox.session(default=False)
+def faults(session: nox.Session) -> None:
+    """Interrupt 200 small runs at random moments, and let them go on; or those of some seeds."""
+    install_tree(session, *group("test"))
+    seeds = " ".join(session.posargs or map(str, range(200)))
+    settings = {"OMP_NUM_THREADS": "1", "FAULT_SEEDS": seeds}
+    session.run("pytest", *IN_PARALLEL, str(FAULTS / "test_faults_random.py"), env=settings)
+
+
+@nox.session(default=False)
+def hosts(session: nox.Session) -> None:
+    """Cut one of two hosts off while both train; as root, for they are network namespaces."""
+    install_tree(session, *group("test"))
+    arguments = [NEEDS_ROOT, *session.posargs]
     session.run("pytest", "-m", "slow", *arguments, env={"OMP_NUM_THREADS": "1"})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -184,6 +185,33 @@ def test_the_peft_method_of_the_docs_is_whole(tmp_path: Path) -> None:
         check=False,
     )
     assert done.stdout == "['0.gates_factor.default']\n", done.stderr
+
+
+def test_the_strategy_of_the_docs_trains_as_ddp(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "plugins.md").read_text(encoding="utf-8")
+    section = page.split("## `core_plugin.distributed`")[1].split("\n## ")[0]
+    (tmp_path / "acme.py").write_text(blocks(section, "python")[0])
+    metadata = tmp_path / "acme-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(
+        "[core_plugin.distributed]\naveraging = acme:Averaging\n"
+    )
+    (tmp_path / "text.txt").write_text("It is what it says. " * 200)
+    (tmp_path / "run.yaml").write_text(
+        "model: {name: decoder, hidden_size: 16, layers: 1, heads: 1}\n"
+        "data: {name: text, path: text.txt, vocabulary_size: 300}\n"
+        "launcher: {name: torchrun, processes_per_host: 2}\n"
+        "train: {steps: 2}\n"
+    )
+
+    def losses(strategy: str) -> list[float]:
+        options = (f"distributed={strategy}", f"checkpoint.directory={strategy}", "device=cpu")
+        core_plugin_command(tmp_path, "train", "run.yaml", *options, path=str(tmp_path))
+        lines = (tmp_path / strategy / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line)["loss"] for line in lines]
+
+    assert losses("averaging") == pytest.approx(losses("ddp"), rel=1e-6)
 
 
 def test_the_files_that_the_docs_name_are_there() -> None:

@@ -78,6 +78,20 @@ def _check(model: nn.Module, params: FSDP2Params, context: ShardContext) -> None
             f"fsdp2 shards the first dimension, which these parameters of {name} have not: "
             f"{', '.join(scalars)}; give them the shape [1]"
         )
+    for path, module in model.named_modules():
+        _check_dtypes(path, module)
+
+
+def _check_dtypes(path: str, module: nn.Module) -> None:
+    """What a module itself trains has one dtype, since it cannot be sharded apart."""
+    own = module.named_parameters(prefix=path, recurse=False)
+    trained = {name: p.dtype for name, p in own if p.requires_grad}
+    if len({*trained.values()}) > 1:
+        told = ", ".join(f"{name} ({str(t).removeprefix('torch.')})" for name, t in trained.items())
+        raise ConfigError(
+            f"fsdp2 shards a module's own parameters together, and these are trained in different "
+            f"dtypes: {told}; give them one dtype, or put them into modules of their own"
+        )
 
 
 @dataclass(frozen=True)
