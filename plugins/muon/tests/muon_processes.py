@@ -1,17 +1,22 @@
-"""What the distributed tests run: `muon_processes.py SCENARIO WORLD_SIZE DIRECTORY`.
+"""Runs scenarios in groups of processes: ``muon_processes.py``, a JSON list a line on its input.
 
-Starts the processes of one gloo group and runs the function named SCENARIO on each. Any failed
-assertion ends the program with an error. Every scenario compares with one process that has the
-same gradients, bit for bit.
+The list is ``[SCENARIO, WORLD_SIZE, DIRECTORY]``. It starts a gloo group of so many processes and
+calls the function named SCENARIO with the directory on each. For each list one line comes out: a
+JSON string that is empty, or what went wrong. The processes are forked, so that torch is imported
+once. Every scenario compares with one process that has the same gradients, bit for bit.
 """
 
+import json
 import sys
+import time
+import traceback
 import warnings
 from datetime import timedelta
 from itertools import chain
 from pathlib import Path
 
 import torch
+import torch._dynamo  # The optimizers import it, which takes long.
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
@@ -30,6 +35,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from core_plugin_muon import Muon, optimizer, route
 from core_plugin_muon.plugin import Params, muon
+
+SECONDS = 100
+"""After which a scenario counts as hung."""
 
 # As (outputs, inputs): uneven and even row blocks, ranks without rows, tall, wide and square.
 LAYERS = [(65, 48), (48, 96), (64, 64), (1, 32), (3, 7), (2, 40), (40, 4)]
@@ -272,7 +280,7 @@ def resume(directory: Path) -> None:
     assert_same(model, reference)
 
 
-def start(rank: int, scenario: str, world_size: int, directory: Path) -> None:
+def process(rank: int, scenario: str, world_size: int, directory: Path) -> None:
     warnings.simplefilter("error")
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -287,6 +295,27 @@ def start(rank: int, scenario: str, world_size: int, directory: Path) -> None:
     dist.destroy_process_group()
 
 
+def launch(scenario: str, world_size: int, directory: str) -> None:
+    group = mp.start_processes(
+        process,
+        (scenario, world_size, Path(directory)),
+        world_size,
+        join=False,
+        start_method="fork",
+    )
+    deadline = time.monotonic() + SECONDS
+    while not group.join(timeout=1):
+        if time.monotonic() > deadline:
+            for member in group.processes:
+                member.kill()
+            raise TimeoutError(f"{scenario} did not end in {SECONDS} s")
+
+
 if __name__ == "__main__":
-    name, size, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
-    mp.start_processes(start, (name, size, folder), nprocs=size, start_method="fork")
+    for line in sys.stdin:
+        try:
+            launch(*json.loads(line))
+            fault = ""
+        except Exception:
+            fault = traceback.format_exc()
+        print(json.dumps(fault), flush=True)

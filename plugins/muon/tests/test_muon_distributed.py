@@ -1,5 +1,6 @@
 """Muon in groups of real processes; what each does is in muon_processes.py."""
 
+import json
 import os
 import subprocess
 import sys
@@ -10,15 +11,26 @@ import pytest
 SCRIPT = Path(__file__).with_name("muon_processes.py")
 
 
-def launch(scenario: str, world_size: int, directory: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), scenario, str(world_size), str(directory)],
+@pytest.fixture(scope="module")
+def launch():
+    """Runs a scenario in a group of processes; they are forked from one that has torch."""
+    group = subprocess.Popen(
+        [sys.executable, "-W", "error", str(SCRIPT)],
         env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        capture_output=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         text=True,
-        timeout=120,
     )
-    assert done.returncode == 0, done.stderr
+
+    def launch(scenario: str, world_size: int, directory: Path) -> None:
+        print(json.dumps([scenario, world_size, str(directory)]), file=group.stdin, flush=True)
+        fault = json.loads(group.stdout.readline())
+        assert not fault, fault
+
+    yield launch
+    group.stdin.close()
+    assert group.wait(timeout=60) == 0
+    group.stdout.close()
 
 
 @pytest.mark.parametrize(
@@ -35,11 +47,11 @@ def launch(scenario: str, world_size: int, directory: Path) -> None:
         ("gradients_laid_out_otherwise", 2),
     ],
 )
-def test_is_bitwise_one_process(scenario: str, world_size: int, tmp_path: Path) -> None:
+def test_is_bitwise_one_process(launch, scenario: str, world_size: int, tmp_path: Path) -> None:
     launch(scenario, world_size, tmp_path)
 
 
-def test_a_checkpoint_resumes_on_any_number_of_ranks(tmp_path: Path) -> None:
+def test_a_checkpoint_resumes_on_any_number_of_ranks(launch, tmp_path: Path) -> None:
     launch("save", 2, tmp_path)
     for world_size in (1, 3):
         launch("resume", world_size, tmp_path)
