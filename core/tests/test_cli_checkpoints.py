@@ -3,9 +3,12 @@
 import hashlib
 import json
 import os
+import shutil
 import time
 
 import pytest
+
+from core_plugin.training import saved
 
 pytestmark = pytest.mark.torchfree
 
@@ -149,6 +152,91 @@ def test_prune_removes_nothing_where_none_is_whole(saved_run, command_line):
     assert code == 1
     assert "is whole: nothing is removed" in err
     assert saved_run.names() == before
+
+
+def test_a_manifest_or_file_that_cannot_be_read_is_told(saved_run, command_line, monkeypatch):
+    manifest = saved_run.directory / step(1) / "manifest.json"
+    manifest.write_text(manifest.read_text().replace("size", "sizE", 1))
+    unreadable = saved_run.directory / step(2) / "state" / "tensors"
+    sha256 = saved.sha256
+
+    def read(file):
+        if file == unreadable:
+            raise OSError(5, "Input/output error")
+        return sha256(file)
+
+    monkeypatch.setattr(saved, "sha256", read)
+    rows = json.loads(command_line("checkpoints", "list", str(saved_run.path), "--json")[1])
+    assert rows[0]["faults"] == [f"{manifest} cannot be read (KeyError: 'size')"]
+    code, _, err = command_line("checkpoints", "verify", str(saved_run.path))
+    assert code == 1
+    assert f"{manifest} cannot be read (KeyError: 'size')" in err
+    assert "state/tensors cannot be read ([Errno 5] Input/output error)" in err
+    assert "Traceback" not in err
+
+
+def test_what_a_run_has_set_aside_is_listed_last_and_pruned(saved_run, command_line):
+    aside = saved_run.directory / step(2)
+    aside.rename(aside.with_name(f"broken-{step(2)}"))
+    rows = json.loads(command_line("checkpoints", "list", str(saved_run.path), "--json")[1])
+    assert [row["step"] for row in rows] == [1, 3, 4, 5, 2]
+    assert rows[-1]["faults"] == [f"set aside as broken-{step(2)}"]
+    assert rows[-1]["marks"] == []
+    _, out, _ = command_line("checkpoints", "list", str(saved_run.path))
+    assert f"broken; set aside as broken-{step(2)}" in " ".join(out.split())
+    arguments = ("checkpoints", "prune", str(saved_run.path), "--keep", "4")
+    code, out, err = command_line(*arguments)
+    assert (code, err) == (0, "")
+    assert f"broken-{step(2)} (" in out
+    assert saved_run.names() == [step(1), step(3), step(4), step(5)]
+
+
+def test_what_is_set_aside_stays_where_no_other_is_whole(saved_run, command_line):
+    for number in range(1, 6):
+        aside = saved_run.directory / step(number)
+        aside.rename(aside.with_name(f"broken-{step(number)}"))
+    before = saved_run.names()
+    assert command_line("checkpoints", "prune", str(saved_run.path), "--keep", "1")[0] == 0
+    assert saved_run.names() == before
+
+
+def test_what_a_run_removes_meanwhile_is_passed_over(saved_run, command_line, monkeypatch):
+    verify, left_over = saved.verify, saved.left_over
+
+    def verify_and_lose(path, **options):
+        faults = verify(path, **options)
+        if path.name == step(1):
+            shutil.rmtree(path)
+            return ["run.json is missing"]
+        return faults
+
+    monkeypatch.setattr(saved, "verify", verify_and_lose)
+    code, out, err = command_line("checkpoints", "list", str(saved_run.path), "--json")
+    assert (code, err) == (0, "")
+    assert [row["step"] for row in json.loads(out)] == [2, 3, 4, 5]
+    monkeypatch.setattr(saved, "verify", verify)
+    gone = saved_run.directory / f".removed-{step(1)}"
+    monkeypatch.setattr(saved, "left_over", lambda directory: [gone, *left_over(directory)])
+    rmtree = shutil.rmtree
+
+    def lose_and_remove(path, **options):
+        rmtree(path)
+        rmtree(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", lose_and_remove)
+    saved_run.leave(f".partial-{step(6)}")
+    code, _, err = command_line("checkpoints", "prune", str(saved_run.path), "--keep", "4")
+    assert code == 0
+    assert "Traceback" not in err
+    assert saved_run.names() == [step(2), step(3), step(4), step(5)]
+
+
+def test_stamps_pass_over_what_vanishes(saved_run):
+    checkpoint = saved_run.directory / step(1)
+    before = saved.stamps(checkpoint)
+    (checkpoint / "gone").symlink_to(checkpoint / "nowhere")
+    assert saved.stamps(checkpoint) == before
+    assert len(before) == 3
 
 
 def test_prune_leaves_a_save_that_goes_on_alone(saved_run, command_line):

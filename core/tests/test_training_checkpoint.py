@@ -47,6 +47,11 @@ def test_a_saved_checkpoint_verifies(checkpoints):
     assert sorted(files) == ["run.json", "state/tensors"]
 
 
+def damage_the_manifest(checkpoint, key):
+    manifest = checkpoint / "manifest.json"
+    manifest.write_text(manifest.read_text().replace(f'"{key}"', f'"{key[:-1]}~"'))
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -57,6 +62,15 @@ def test_a_saved_checkpoint_verifies(checkpoints):
         (lambda p: (p / "manifest.json").write_text("{"), "manifest.json cannot be read"),
         (lambda p: (p / "manifest.json").unlink(), "manifest.json cannot be read"),
         (lambda p: (p / "manifest.json").write_text('{"files": {}, "format": 2}'), "format 2"),
+        *(
+            (lambda p, key=key: damage_the_manifest(p, key), "manifest.json cannot be read")
+            for key in ("format", "files", "size", "sha256")
+        ),
+        (lambda p: (p / "manifest.json").write_text("[]"), "manifest.json cannot be read"),
+        (
+            lambda p: (p / "manifest.json").write_text('{"files": {"a": 1}, "format": 1}'),
+            "manifest.json cannot be read",
+        ),
     ],
 )
 def test_damage_is_found_and_the_one_before_it_is_the_newest(checkpoints, damage, message):
@@ -67,6 +81,37 @@ def test_damage_is_found_and_the_one_before_it_is_the_newest(checkpoints, damage
         assert checkpoints.newest() == before
     later = checkpoints.save(3, write)
     assert list(checkpoints.steps().values()) == [before, later]
+
+
+def test_a_file_that_cannot_be_read_is_damage(tmp_path, world, monkeypatch):
+    checkpoints = Checkpoints(tmp_path, world, keep=2)
+    before, damaged = checkpoints.save(1, write), checkpoints.save(2, write)
+    sha256 = saved.sha256
+
+    def read(file):
+        if file == damaged / "state" / "tensors":
+            raise OSError(5, "Input/output error")
+        return sha256(file)
+
+    monkeypatch.setattr(saved, "sha256", read)
+    assert verify(damaged) == ["state/tensors cannot be read ([Errno 5] Input/output error)"]
+    with pytest.warns(UserWarning, match="step-00000002 is broken.*Input/output error"):
+        assert Checkpoints(tmp_path, world, keep=2).newest() == before
+
+
+def test_what_cannot_be_removed_is_warned_about_and_the_new_one_is_complete(
+    checkpoints, monkeypatch
+):
+    def remove(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    for step in (1, 2):
+        checkpoints.save(step, write)
+    monkeypatch.setattr(saved, "remove", remove)
+    with pytest.warns(UserWarning, match="step-00000003 is complete, but removing old.*denied"):
+        new = checkpoints.save(3, write)
+    assert verify(new) == []
+    assert list(checkpoints.steps()) == [1, 2, 3]
 
 
 def test_a_save_that_fails_leaves_nothing_and_the_others_as_they_were(checkpoints, tmp_path):

@@ -79,6 +79,17 @@ def test_contradictions_are_refused(changes, message):
         place_from_environment(environment)
 
 
+@pytest.mark.parametrize("name", ["SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"])
+def test_slurms_variables_must_be_numbers(name):
+    with pytest.raises(ConfigError, match=f"{name} is no number: 'x'"):
+        place_from_environment({**SLURM, name: "x"})
+
+
+def test_a_slurm_job_must_have_a_number():
+    with pytest.raises(ConfigError, match="SLURM_JOB_ID is no number"):
+        rendezvous_variables(Place(3, 1, 4, 2), {**SLURM, "SLURM_JOB_ID": "x"})
+
+
 def test_ranks_that_are_started_again_do_not_read_what_they_left_in_the_store():
     store = dist.HashStore()
     with ThreadPoolExecutor(3) as threads:

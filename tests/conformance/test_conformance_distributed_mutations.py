@@ -32,6 +32,7 @@ REPLICATED = {
     "ranks have values of their own": "materialization/values_are_those_of_one_process",
     "buffers are garbage": "materialization/buffers_have_their_values",
     "a part stays on meta": "materialization/nothing_is_left_on_meta",
+    "values are looked at while sharding": "materialization/a_dry_run_leaves_all_on_meta",
     "weights come untied": "materialization/tied_weights_are_one",
     "parameters are cast for good": "materialization/float32_stays_when_computing_in_bfloat16",
     "trained dtypes are made one": "materialization/dtypes_and_flags_are_kept",

@@ -79,3 +79,12 @@ def test_before_the_first_step_sigterm_just_ends_the_run(faulty, ranks):
     assert code == 128 + signal.SIGTERM, output
     assert "Traceback" not in output
     assert faulty.workspace.checkpoints() == []
+
+
+def test_sigterm_ends_a_process_that_is_just_being_forked(faulty):
+    nothing = {"name": "faults", "step": 0}
+    launcher = TORCHRUN | {"processes_per_host": 1}
+    document = faulty.job("none", hooks=["jsonl", nothing], launcher=launcher)
+    code, output = faulty.start(document, 1, PREEMPT_FORKED="1").wait()
+    assert code == 128 + signal.SIGTERM, output
+    assert faulty.workspace.metrics() == []

@@ -66,6 +66,16 @@ def test_a_strategy_that_wraps_and_one_without_ranks_hold_all(workspace):
         assert result.planned.total == 4 * total
 
 
+@pytest.mark.parametrize("compression", ["fp16", "bf16", "powersgd"])
+def test_compressed_gradients_are_not_tried_out(workspace, compression):
+    ddp = {"name": "ddp", "compression": compression}
+    if compression == "powersgd":
+        ddp["powersgd"] = {"start_step": 2}
+    result = dry_run(small(workspace, distributed=ddp), 5)
+    total = 4 * sum(p.numel() for p in result.model.parameters())
+    assert {kept.parameters for kept in result.ranks.values()} == {total}
+
+
 def test_of_a_frozen_model_gradients_are_of_the_adapter_alone(workspace):
     result = dry_run(small(workspace, distributed="fsdp2", peft={"name": "lora", "r": 4}), 7)
     kept = result.ranks[0]

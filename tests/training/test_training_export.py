@@ -134,6 +134,16 @@ def test_without_merging_the_adapters_files_are_copied(runs, tmp_path):
     assert torch.equal(adapted(base(), tmp_path / "out"), expected)
 
 
+def test_folders_among_the_adapters_files_are_copied_too(runs, tmp_path):
+    checkpoint = tmp_path / "checkpoint"
+    shutil.copytree(checkpoints(runs / "adapter")[-1], checkpoint)
+    (checkpoint / "adapter" / "parts").mkdir()
+    (checkpoint / "adapter" / "parts" / "notes.txt").write_text("of the adapter")
+    sign(checkpoint)
+    export(checkpoint, tmp_path / "out")
+    assert (tmp_path / "out" / "parts" / "notes.txt").read_text() == "of the adapter"
+
+
 def test_a_merged_head_that_was_tied_is_one_of_its_own(runs, tmp_path):
     export(runs / "tied", tmp_path / "merged", merge=True)
     newest = checkpoints(runs / "tied")[-1]

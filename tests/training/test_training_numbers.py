@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.nn import functional as F
 
 from core_plugin import tensors
-from core_plugin.training.assembly import build_model
+from core_plugin.training.assembly import build, build_model
+from core_plugin.training.loop import Stepper
 from core_plugin.training.materialize import Materializer
+from core_plugin.training.world import join
 
 SETTINGS = {"steps": 2, "global_batch_size": 5, "micro_batch_size": 2, "max_grad_norm": None}
 DOCUMENT = {
@@ -153,3 +156,19 @@ def test_the_initial_values_do_not_depend_on_the_division(workspace):
     by_parts = values(lambda m: [*reversed(model.implementation.blocks(m)), m])
     assert whole.keys() == by_parts.keys()
     assert all(torch.equal(whole[n], by_parts[n]) for n in whole)
+
+
+def test_nothing_is_read_after_the_last_step(workspace, monkeypatch):
+    """A sample that cannot be read is no fault of a run that ends before it."""
+    config = workspace.resolve(workspace.small(hooks=[]))
+    with join(None) as world:
+        world.start("gloo")
+        training = build(config, torch.device("cpu"), world)
+        read, step = [], training.batches.step
+        monkeypatch.setattr(training.batches, "step", lambda n: read.append(n) or step(n))
+        idle = SimpleNamespace(signal=None), SimpleNamespace(ended=0)
+        stepper = Stepper(training, *idle)
+        while training.step < config.train.steps:
+            assert stepper.step()
+        Stepper(training, *idle)
+    assert read == [0, 1, 2, 3]

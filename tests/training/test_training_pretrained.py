@@ -77,6 +77,7 @@ def test_a_model_in_shards_is_the_model_in_one_file(chat, tmp_path):
     shards = sorted((tmp_path / "shards").glob("*.safetensors"))
     assert f"config.json, model-*-of-{len(shards):05d}.safetensors, model.safet" in output
     assert shards[0].name == f"model-00001-of-{len(shards):05d}.safetensors"
+    assert len({path.stat().st_mode for path in (tmp_path / "shards").iterdir()}) == 1
     index = json.loads((tmp_path / "shards" / "model.safetensors.index.json").read_text())
     content = {shard.name: load_file(shard) for shard in shards}
     assert index["weight_map"] == {name: file for file, held in content.items() for name in held}

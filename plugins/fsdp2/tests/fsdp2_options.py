@@ -224,6 +224,11 @@ def what_cannot_be_sharded_is_refused(rank: int) -> None:
     model.temperature = nn.Parameter(torch.ones(()))
     with pytest.raises(ConfigError, match=r"Net have not: temperature; give them the shape \[1\]"):
         shard(model)
+    model = reference()
+    model.blocks[1].up.bias = nn.Parameter(torch.ones(10, dtype=torch.bfloat16))
+    told = r"blocks\.1\.up\.weight \(float32\), blocks\.1\.up\.bias \(bfloat16\); give them one"
+    with pytest.raises(ConfigError, match=told):
+        shard(model)
 
 
 class PureBlock(Block):

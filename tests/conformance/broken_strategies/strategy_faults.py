@@ -111,6 +111,16 @@ def _() -> None:
 # Values
 
 
+@fault("values are looked at while sharding")
+def _() -> None:
+    def change(model: nn.Module, context: ShardContext) -> None:
+        for name, parameter in model.named_parameters():
+            if not float(parameter.detach().abs().sum()) < float("inf"):
+                raise RuntimeError(f"{name} is not finite")
+
+    after_sharding(change)
+
+
 @fault("ranks have values of their own")
 def _() -> None:
     def change(model: nn.Module, context: ShardContext) -> None:

@@ -11,8 +11,10 @@ import dataclasses
 import functools
 import importlib
 import inspect
+import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -23,6 +25,7 @@ from core_plugin.builtin.device import CPU
 from core_plugin.builtin.launcher import Torchrun
 from core_plugin.builtin.text import Text
 from core_plugin.contract import contract_methods
+from core_plugin.errors import ConfigError
 from core_plugin.types import (
     BaseData,
     BaseDevice,
@@ -252,6 +255,10 @@ def _raise() -> None:
     raise ValueError("a fault of this hook")
 
 
+def _mistake() -> None:
+    raise ConfigError("a mistake that this hook found")
+
+
 def _sleep() -> None:
     time.sleep(3600)
 
@@ -278,6 +285,8 @@ FAULTS = {
     "interrupt": lambda: os.kill(os.getpid(), signal.SIGINT),
     "preempt": lambda: os.kill(os.getpid(), signal.SIGTERM),
     "raise": _raise,
+    "mistake": _mistake,
+    "exit": lambda: sys.exit(0),
     "sleep": _sleep,
     "hold": _hold,
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
@@ -396,3 +405,15 @@ def workarounds(params: Any, run: Run) -> None:
 
     active = torch.__future__.get_swap_module_params_on_conversion()
     (directory() / "workarounds.txt").write_text(str(active))
+
+
+def _fail_later() -> None:
+    while not list(directory().glob("*/metrics.jsonl")):
+        time.sleep(0.01)
+    sys.exit(3)
+
+
+if os.environ.get("BYSTANDER"):  # a process of the launcher's that is no worker
+    multiprocessing.get_context("fork").Process(target=_fail_later).start()
+if os.environ.get("PREEMPT_FORKED"):  # before a forked process has come to anything of its own
+    os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGTERM))

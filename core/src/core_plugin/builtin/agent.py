@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
+import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from types import FrameType
@@ -26,10 +27,12 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
-from core_plugin.types.launcher import INTERRUPTED, PREEMPTED
+from core_plugin.types.launcher import INTERRUPTED, MISTAKEN, PREEMPTED
 
 POLL = 0.1
 """Seconds between two looks at workers that do not end."""
+ASKING = (signal.SIGTERM, signal.SIGINT)
+"""The signals that ask a run to stop."""
 STOPPED = (PREEMPTED, INTERRUPTED)
 """The exit codes of a worker that has saved because it was asked to stop."""
 LAST_WORDS = 5.0
@@ -62,9 +65,8 @@ class Agent(LocalElasticAgent):
     ) -> None:
         if start_method == "fork":
             importlib.import_module("torch._dynamo")  # every optimizer does, and it is slow
-        meeting = RendezvousParameters(
-            "c10d", "127.0.0.1:0", f"core-plugin-{os.getpid()}", 1, 1, local_addr="127.0.0.1"
-        )
+        run_id = f"core-plugin-{secrets.token_hex(8)}"
+        meeting = RendezvousParameters("c10d", "127.0.0.1:0", run_id, 1, 1, local_addr="127.0.0.1")
         # Once all have finished, torch looks at them; until then only this class does.
         self._finished = multiprocessing.get_context(start_method).RawArray("b", processes)
         spec = WorkerSpec(
@@ -89,9 +91,10 @@ class Agent(LocalElasticAgent):
 
         Returns:
             The exit code: 0, or that of the worker which failed first; of one that a signal ended
-            it is 128 and the signal's number, as in a shell.
+            it is 128 and the signal's number, as in a shell. Where several have failed, a signal
+            goes first: the others may only have lost contact.
         """
-        handlers = {n: signal.signal(n, self._ask) for n in (signal.SIGTERM, signal.SIGINT)}
+        handlers = {n: signal.signal(n, self._ask) for n in ASKING}
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGHUP,SIGQUIT"  # not those two
         try:
             result = self.run()
@@ -109,8 +112,12 @@ class Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._failure = 0
         self._finished[:] = [0] * len(self._finished)
-        ids: dict[int, Any] = super()._start_workers(worker_group)
-        self._workers = multiprocessing.active_children()
+        signal.pthread_sigmask(signal.SIG_BLOCK, ASKING)  # a forked worker has _ask until it starts
+        try:
+            ids: dict[int, Any] = super()._start_workers(worker_group)
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKING)
+        self._workers = self._pcontext._pc.processes  # type: ignore[union-attr]
         return ids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -118,7 +125,7 @@ class Agent(LocalElasticAgent):
         if self._signal and self._deadline is None:
             self._pass_on(self._signal)
         if failed := [worker.exitcode for worker in self._workers if worker.exitcode]:
-            self._end(failed[0])
+            self._end(next((code for code in failed if code < 0), failed[0]))
         elif not all(self._finished):
             if self._deadline and time.monotonic() > self._deadline:
                 self._kill()
@@ -137,14 +144,34 @@ class Agent(LocalElasticAgent):
         """End all workers, of which one has failed with a code."""
         seconds = LAST_WORDS if code > 0 else 0.0
         if stops := self._deadline is not None or code in STOPPED:
-            self._remaining_restarts = 0
             seconds = self._shutdown_seconds
         deadline = time.monotonic() + seconds
         for worker in self._workers:
             worker.join(max(0, deadline - time.monotonic()))
+        if MISTAKEN in [w.exitcode for w in self._workers]:
+            code = MISTAKEN
+        if stops or code == MISTAKEN:
+            self._remaining_restarts = 0
+        else:
+            self._tell(dict(enumerate(w.exitcode or 0 for w in self._workers)))
         self._kill()
         others = [w.exitcode for w in self._workers if w.exitcode not in STOPPED]
         self._failure = (stops and others and others[0]) or code
+
+    def _tell(self, codes: Mapping[int, int]) -> None:
+        """Say who was ended by a signal, which cannot say so itself, and what comes next."""
+        told = [
+            f"rank {rank} was ended by {signal.Signals(-code).name}"
+            for rank, code in codes.items()
+            if code < 0
+        ]
+        if left := self._remaining_restarts:
+            allowed = self._worker_group.spec.max_restarts
+            told.append(f"all ranks are started again ({allowed - left + 1} of {allowed})")
+        elif told:
+            told.append("no restart is left; go on with --resume")
+        if told:
+            print("; ".join(told), file=sys.stderr, flush=True)
 
     def _kill(self) -> None:
         for worker in self._workers:
@@ -156,6 +183,8 @@ class Agent(LocalElasticAgent):
 def _work(worker: Callable[[], int], finished: Any) -> None:
     if code := worker():
         sys.exit(code)
+    for number in ASKING:  # torch's agent hangs if one ends it from here
+        signal.signal(number, signal.SIG_IGN)
     finished[int(os.environ["LOCAL_RANK"])] = 1
 
 

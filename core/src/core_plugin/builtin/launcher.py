@@ -35,7 +35,7 @@ class TorchrunParams:
         start_method: ``fork`` starts them from this process, which has imported everything once;
             ``spawn`` starts each from nothing, where something does not survive a fork.
         max_restarts: How often all are started again, from the newest checkpoint, after one failed.
-            A run that is told to stop is not.
+            A run that is told to stop is not, nor one whose configuration cannot be.
         shutdown_seconds: How long they may take to save when the run is told to stop.
     """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import sys
 import time
@@ -30,7 +31,7 @@ def list_checkpoints(run: Run, as_json: Json = False) -> None:
     """List a run's checkpoints: step, loss, size, ranks, time, and whether they are complete.
 
     Only names and sizes of files are looked at; verify reads them. The loss is the mean since the
-    checkpoint before.
+    checkpoint before. Those that a run found to be broken, and set aside, come last.
     """
     rows = list(_rows(_checkpoints_of(run)))
     if as_json:
@@ -58,18 +59,25 @@ def _rows(directory: Path) -> Iterator[dict[str, Any]]:
     faults = {one: saved.verify(one.path, content=False) for one in checkpoints}
     complete = [one for one in checkpoints if not faults[one]]
     best = saved.best(complete, lambda one: True)
-    for one in checkpoints:
+    for one in saved.set_aside(directory):
+        faults[one] = [f"set aside as {one.path.name}"]
+    for one, found in faults.items():
         marks = {"newest": complete[-1:] == [one], "best": one == best}
-        yield {
-            "step": one.step,
-            "loss": one.loss,
-            "bytes": _size(one.path),
-            "ranks": _ranks(one),
-            "written": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(_changed(one.path))),
-            "faults": faults[one],
-            "marks": [name for name, has in marks.items() if has],
-            "path": str(one.path),
-        }
+        with contextlib.suppress(FileNotFoundError):  # a run that goes on may have removed it
+            yield _row(one, found, [name for name, has in marks.items() if has])
+
+
+def _row(one: Saved, faults: list[str], marks: list[str]) -> dict[str, Any]:
+    return {
+        "step": one.step,
+        "loss": one.loss,
+        "bytes": _size(one.path),
+        "ranks": _ranks(one),
+        "written": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(_changed(one.path))),
+        "faults": faults,
+        "marks": marks,
+        "path": str(one.path),
+    }
 
 
 def _ranks(one: Saved) -> int | None:
@@ -116,7 +124,8 @@ def prune(
 ) -> None:
     """Remove a run's checkpoints but for the newest and the best, and what interrupted saves left.
 
-    Checkpoints are verified first: broken ones do not count as kept, and are left alone.
+    Checkpoints are verified first: broken ones do not count as kept, and are left alone, unless a
+    run has set them aside.
     """
     directory = _checkpoints_of(run)
     checkpoints = saved.listed(directory)
@@ -129,10 +138,12 @@ def prune(
 
     kept = saved.kept(checkpoints, keep, keep_best=True, is_whole=is_whole)
     for one, faults in broken.items():
-        _warn(f"{one.path} is broken, and left alone: {'; '.join(faults)}")
+        if one.path.exists():
+            _warn(f"{one.path} is broken, and left alone: {'; '.join(faults)}")
     if checkpoints and not kept:
         raise CheckpointError(f"no checkpoint in {directory} is whole: nothing is removed")
     doomed = [one.path for one in checkpoints if one not in kept and one not in broken]
+    doomed += [one.path for one in saved.set_aside(directory) if kept]
     doomed += list(_abandoned(directory))
     for path in doomed:
         size = decimal(_size(path))
@@ -146,7 +157,7 @@ def prune(
 def _abandoned(directory: Path) -> Iterator[Path]:
     """What interrupted saves left, but for what may be a save that goes on."""
     for path in saved.left_over(directory):
-        since = time.time() - max(map(_changed, (path, *path.rglob("*"))))
+        since = time.time() - _last_change(path)
         if since < QUIET:
             _warn(
                 f"{path} has changed {since:.0f} s ago, and is left alone: a run may be at it. "
@@ -156,11 +167,20 @@ def _abandoned(directory: Path) -> Iterator[Path]:
             yield path
 
 
+def _last_change(path: Path) -> float:
+    """When something in a directory has changed: now, if it vanishes meanwhile."""
+    try:
+        return max(map(_changed, (path, *path.rglob("*"))))
+    except FileNotFoundError:
+        return time.time()
+
+
 def _remove(path: Path) -> None:
     try:
         shutil.rmtree(path) if path.name.startswith(".") else saved.remove(path)
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be removed: {error}") from error
+        if path.exists():
+            raise CheckpointError(f"{path} cannot be removed: {error}") from error
 
 
 def _checkpoints_of(run: Path) -> Path:
@@ -171,8 +191,10 @@ def _checkpoints_of(run: Path) -> Path:
 
 
 def _changed(path: Path) -> float:
-    manifest = path / saved.MANIFEST
-    return (manifest if manifest.is_file() else path).stat().st_mtime
+    try:
+        return (path / saved.MANIFEST).stat().st_mtime
+    except OSError:
+        return path.stat().st_mtime
 
 
 def _size(path: Path) -> int:

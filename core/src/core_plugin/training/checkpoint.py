@@ -67,7 +67,8 @@ class Checkpoints:
             write: Called on every rank, with an empty directory and the ranks.
 
         Raises:
-            CheckpointError: On every rank, if it failed on one; nothing is left of it.
+            CheckpointError: On every rank, if it failed on one; nothing is left of it. That others
+                cannot be removed is no failure: it is warned about.
         """
         final = self._directory / f"step-{step:08d}"
         partial = self._directory / f".partial-{final.name}"
@@ -93,7 +94,11 @@ class Checkpoints:
             if self._world.rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
-        self._prune(final)
+        try:
+            self._prune(final)
+        except CheckpointError as error:
+            if self._world.rank == 0:
+                warnings.warn(f"the checkpoint {final} is complete, but {error}", stacklevel=2)
         return final
 
     def _prune(self, new: Path) -> None:
@@ -146,7 +151,7 @@ class Checkpoints:
 
 
 def _set_aside(path: Path, faults: Sequence[str]) -> None:
-    aside = path.with_name(f"broken-{path.name}")
+    aside = path.with_name(saved.BROKEN + path.name)
     shutil.rmtree(aside, ignore_errors=True)
     path.rename(aside)
     warnings.warn(
@@ -160,8 +165,7 @@ def _hash_files(directory: Path, names: Sequence[str]) -> dict[str, dict[str, An
     hashes = {}
     for name in names:
         file = directory / name
-        with file.open("rb") as opened:
-            os.fsync(opened.fileno())
+        sync(file)
         hashes[name] = {"size": file.stat().st_size, "sha256": saved.sha256(file)}
     return hashes
 
@@ -173,16 +177,17 @@ def _complete(partial: Path, final: Path, files: Mapping[str, Any]) -> None:
         opened.flush()
         os.fsync(opened.fileno())
     for directory in [p for p in partial.rglob("*") if p.is_dir()] + [partial]:
-        _sync_directory(directory)
+        sync(directory)
     if final.exists():
         saved.remove(final)
     partial.rename(final)
     for directory in (final.parent, final.parent.parent):
-        _sync_directory(directory)
+        sync(directory)
 
 
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """See that a file, or the names in a directory, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -58,13 +58,13 @@ def dry_run(config: RunConfig, world_size: int) -> DryRun:
     kinds = Counter(blocks.class_name(b) for b in blocks.repeated_blocks(config, model))
     ranks, fault = {}, None
     for rank in sorted({0, world_size - 1}):
-        with _fake_ranks(rank, world_size):
+        with fake_ranks(rank, world_size):
             ranks[rank], fault = _measured(config, vocabulary_size, world_size, planned)
     return DryRun(model, dict(kinds), ranks, planned, fault)
 
 
 @contextmanager
-def _fake_ranks(rank: int, world_size: int) -> Iterator[None]:
+def fake_ranks(rank: int, world_size: int) -> Iterator[None]:
     """A process group in which nothing is exchanged, and this process is one of many."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

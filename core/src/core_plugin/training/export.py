@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -24,7 +23,7 @@ from core_plugin.config import RunConfig
 from core_plugin.errors import CheckpointError, ConfigError
 from core_plugin.tensors import model_tensors
 from core_plugin.training import assembly, pretrained
-from core_plugin.training.checkpoint import Checkpoints, verify
+from core_plugin.training.checkpoint import Checkpoints, sync, verify
 from core_plugin.training.resume import RUN_FILE
 from core_plugin.training.world import World, join
 
@@ -100,6 +99,8 @@ def export(
         shutil.copyfile(checkpoint / TOKENIZER_FILE, aside / TOKENIZER_FILE)
         pretrained.write_tokenizer_config(aside, tokenizer, special)
         config.dump(document, aside / CONFIG_FILE)
+        for file in aside.rglob("*.safetensors"):  # whose library lets nobody else read them
+            shutil.copymode(aside / CONFIG_FILE, file)
     return Exported(checkpoint, notes)
 
 
@@ -134,10 +135,10 @@ def _complete_or_absent(directory: Path) -> Iterator[Path]:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
         yield aside
-        for file in aside.iterdir():
-            with file.open("rb") as opened:
-                os.fsync(opened.fileno())
+        for path in (*aside.rglob("*"), aside):
+            sync(path)
         aside.rename(final)
+        sync(final.parent)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{directory} cannot be written: {error}") from error
     finally:

@@ -65,7 +65,8 @@ def _train_on(device: torch.device, config: RunConfig, world: World) -> Outcome:
     directory = Path(config.checkpoint.directory)
     checkpoints = _checkpoints(config, world)
     with world.together("choosing a checkpoint", TrainingError, collective=True):
-        start = resume.choose(config, checkpoints, world)
+        restarted = resume.is_restarted(config, world)
+        start = resume.choose(config, checkpoints, restarted)
     resume.mark_launch(config, world)
 
     training = assembly.build(config, device, world)
@@ -79,7 +80,7 @@ def _train_on(device: torch.device, config: RunConfig, world: World) -> Outcome:
     else:
         with world.together(f"loading {start}", TrainingError, collective=True):
             resume.load(training, start)
-    _tell_the_start(training, start)
+    _tell_the_start(training, start, restarted)
     with world.together("writing the configuration", TrainingError):
         if world.rank == 0:
             run_config.dump(config.resolved(), directory / "config.yaml")
@@ -110,7 +111,7 @@ def _checkpoints(config: RunConfig, world: World) -> Checkpoints:
     return Checkpoints(directory, ranks, wanted.keep, wanted.keep_best)
 
 
-def _tell_the_start(training: Training, start: Path | None) -> None:
+def _tell_the_start(training: Training, start: Path | None, restarted: bool) -> None:
     """Say where a run that was to go on begins, since a typo could make it begin anew."""
     held = placement.report(training.model, training.world)
     if training.world.rank > 0:
@@ -119,7 +120,7 @@ def _tell_the_start(training: Training, start: Path | None) -> None:
     done, steps = training.step, training.config.train.steps
     if start is not None:
         print(f"going on from {start}", flush=True)
-    elif training.config.checkpoint.resume == "auto":
+    elif restarted or training.config.checkpoint.resume == "auto":
         print(f"no checkpoint in {training.config.checkpoint.directory}: starting anew", flush=True)
     if done >= steps:
         print(f"nothing to do: {done} steps are done, and train.steps is {steps}", flush=True)
@@ -221,8 +222,11 @@ class Stepper:
         """Read a step's batches, and begin to add up over the ranks how many tokens they have.
 
         It is done one step ahead, so that no rank waits for the sum. The same sum tells how many
-        are asked to stop, and how many saves have ended on them.
+        are asked to stop, and how many saves have ended on them. After the last step nothing is
+        read: its samples are not the run's.
         """
+        if step >= self._training.config.train.steps:
+            return
         self._batches = self._training.batches.step(step)
         self._counts = self._training.world.sum_later(
             supervised_tokens(self._batches),

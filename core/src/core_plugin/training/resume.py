@@ -6,7 +6,9 @@ import dataclasses
 import io
 import json
 import os
+import secrets
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +30,10 @@ from core_plugin.types import BasePeft
 
 ADAPTER = "adapter"
 LAUNCH_MARK = ".launched"
+NO_ID = "none"
+"""What an elastic agent calls its run if it is not told otherwise."""
+SEEN_WITHIN = 30.0
+"""Seconds after which a disk that hosts share has shown on each what was written on one."""
 _FREE_TO_CHANGE = (
     "checkpoint",
     "device",
@@ -146,19 +152,25 @@ def _rank_file(rank: int) -> str:
     return f"rank-{rank:05d}.pt"
 
 
-def choose(config: RunConfig, checkpoints: Checkpoints, world: World) -> Path | None:
+def choose(config: RunConfig, checkpoints: Checkpoints, restarted: bool) -> Path | None:
     """The checkpoint to go on from, verified; None for a new run. Collective.
+
+    Args:
+        config: The run's; it says which one is wished for.
+        checkpoints: Those that there are.
+        restarted: See :func:`is_restarted`. The run's own checkpoints then go before the wish.
 
     Raises:
         ConfigError: A new run would mix its checkpoints with those of another one.
         CheckpointError: The one that is asked for is missing or broken.
     """
-    wish = config.checkpoint.resume if not _is_restarted(config, world) else "auto"
     existing = checkpoints.steps()
+    wish = "auto" if restarted and existing else config.checkpoint.resume
     if wish == "none" and existing:
         raise ConfigError(
             f"{config.checkpoint.directory} has checkpoints already (up to step {max(existing)}); "
             "go on from the newest with --resume, or choose another checkpoint.directory"
+            + _advice_for_agents()
         )
     if wish == "none":
         return None
@@ -170,6 +182,11 @@ def choose(config: RunConfig, checkpoints: Checkpoints, world: World) -> Path | 
                 "go on from. Start anew in another checkpoint.directory"
             )
         return newest
+    if not Path(wish).is_dir():
+        raise ConfigError(
+            f"checkpoint.resume is {wish!r}, which is no directory; write none, auto or the path "
+            "of a checkpoint"
+        )
     faults = checkpoints.verify(Path(wish))
     if faults:
         raise CheckpointError(f"the checkpoint {wish} is broken:\n  " + "\n  ".join(faults))
@@ -182,31 +199,66 @@ def choose(config: RunConfig, checkpoints: Checkpoints, world: World) -> Path | 
     return Path(wish)
 
 
-def _is_restarted(config: RunConfig, world: World) -> bool:
-    """Whether an elastic agent started all ranks again, after this run had begun.
+def is_restarted(config: RunConfig, world: World) -> bool:
+    """Whether an elastic agent started all ranks again, after this run had begun. Collective.
 
-    Its first attempt leaves a mark when it has chosen where to start; it takes away an older one
-    before, so that it cannot be taken for its own.
+    The attempt before has left a mark with its launch's name when it had chosen where to start.
+    A name that is not unique may be another launch's, so then the agent must say it, too; it does
+    not where other hosts came or left. The first attempt takes away what it finds.
     """
     mark = Path(config.checkpoint.directory, LAUNCH_MARK)
-    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" or _launch() != NO_ID
     found = False
     with world.together("looking into checkpoint.directory", ConfigError):
         if world.rank == 0:
             with _directory_faults(config):
                 mark.parent.mkdir(parents=True, exist_ok=True)
-                found = mark.exists()
-                if not again:
+                found = again and mark.exists() and mark.read_text().split()[:1] == [_launch()]
+                if not found:
                     mark.unlink(missing_ok=True)
-    return world.from_first(found and again)
+    return world.from_first(found)
 
 
 def mark_launch(config: RunConfig, world: World) -> None:
-    """Leave the mark that :func:`choose` looks for when all ranks are started again."""
+    """Leave the mark that :func:`is_restarted` looks for, and see that all see it. Collective.
+
+    Raises:
+        ConfigError: A rank does not: its host does not share the directory.
+    """
+    mark = Path(config.checkpoint.directory, LAUNCH_MARK)
+    content = world.from_first(f"{_launch()} {secrets.token_hex(8)}")
     with world.together("writing into checkpoint.directory", ConfigError):
         if world.rank == 0:
             with _directory_faults(config):
-                Path(config.checkpoint.directory, LAUNCH_MARK).touch()
+                mark.write_text(content)
+    with world.together("reading checkpoint.directory", ConfigError):
+        if not _comes_to_be(lambda: mark.exists() and mark.read_text() == content):
+            raise ConfigError(
+                f"checkpoint.directory: rank {world.rank} does not see in "
+                f"{config.checkpoint.directory} what rank 0 has written there; choose a directory "
+                "on a disk that all hosts share"
+            )
+
+
+def _launch() -> str:
+    """What names all attempts of an elastic agent, and is unique unless it is :data:`NO_ID`."""
+    return "-".join(os.environ.get("TORCHELASTIC_RUN_ID", NO_ID).split())
+
+
+def _comes_to_be(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + SEEN_WITHIN
+    while not (true := condition()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return true
+
+
+def _advice_for_agents() -> str:
+    if "TORCHELASTIC_RUN_ID" not in os.environ or _launch() != NO_ID:
+        return ""
+    return (
+        ". Where torchrun's hosts may come and leave, start the run with --resume from the first "
+        "time on, or give torchrun an --rdzv-id of its own"
+    )
 
 
 @contextmanager

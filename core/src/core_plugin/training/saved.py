@@ -5,14 +5,16 @@ It asks no other rank, and needs no torch.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import itertools
 import json
 import math
+import os
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,8 @@ from typing import Any
 FORMAT = 1
 MANIFEST = "manifest.json"
 RUN_FILE = "run.json"
+BROKEN = "broken-"
+"""How the name of a checkpoint begins that a run found to be broken, and set aside."""
 _COMPLETE = re.compile(r"step-(\d{8,})")
 
 
@@ -48,6 +52,18 @@ def steps(directory: Path) -> dict[int, Path]:
 def listed(directory: Path) -> list[Saved]:
     """The complete checkpoints with their losses, in order."""
     return [Saved(step, path, _loss(path)) for step, path in steps(directory).items()]
+
+
+def set_aside(directory: Path) -> list[Saved]:
+    """The broken ones that runs have set aside, in order."""
+    return sorted(
+        (
+            Saved(int(match[1]), path, _loss(path))
+            for path in directory.glob(f"{BROKEN}*")
+            if (match := _COMPLETE.fullmatch(path.name.removeprefix(BROKEN)))
+        ),
+        key=lambda one: one.step,
+    )
 
 
 def left_over(directory: Path) -> list[Path]:
@@ -114,24 +130,38 @@ def verify(path: Path, rank: int = 0, world_size: int = 1, *, content: bool = Tr
     """
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        expected: Mapping[str, Mapping[str, Any]] = manifest["files"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return [f"{path / MANIFEST} cannot be read ({error})"]
-    if manifest.get("format") != FORMAT:
-        return [f"{path / MANIFEST} has the format {manifest.get('format')!r}, not {FORMAT}"]
-    faults = []
-    for name in sorted(expected)[rank::world_size]:
-        file = path / name
-        if not file.is_file():
-            faults.append(f"{name} is missing")
-        elif file.stat().st_size != expected[name]["size"]:
-            faults.append(f"{name} has {file.stat().st_size} bytes, not {expected[name]['size']}")
-        elif content and sha256(file) != expected[name]["sha256"]:
-            faults.append(f"{name} has another content than was written (SHA-256)")
+        format_, entries = manifest["format"], manifest["files"].items()
+        expected = {name: (entry["size"], entry["sha256"]) for name, entry in entries}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return [f"{path / MANIFEST} cannot be read ({type(error).__name__}: {error})"]
+    if format_ != FORMAT:
+        return [f"{path / MANIFEST} has the format {format_!r}, not {FORMAT}"]
+    found = [
+        _fault(path, name, *expected[name], content) for name in sorted(expected)[rank::world_size]
+    ]
+    faults = [fault for fault in found if fault]
     if rank == 0:
-        added = set(files(path)) - set(expected) - {MANIFEST}
-        faults += [f"{name} was added" for name in sorted(added)]
+        try:
+            added = set(files(path)) - set(expected) - {MANIFEST}
+            faults += [f"{name} was added" for name in sorted(added)]
+        except OSError as error:
+            faults.append(f"{path} cannot be listed ({error})")
     return faults
+
+
+def _fault(path: Path, name: str, size: int, digest: str, content: bool) -> str | None:
+    """What is wrong with one file."""
+    file = path / name
+    try:
+        if not file.is_file():
+            return f"{name} is missing"
+        if (found := file.stat().st_size) != size:
+            return f"{name} has {found} bytes, not {size}"
+        if content and sha256(file) != digest:
+            return f"{name} has another content than was written (SHA-256)"
+    except OSError as error:
+        return f"{name} cannot be read ({error})"
+    return None
 
 
 def files(directory: Path) -> list[str]:
@@ -140,9 +170,17 @@ def files(directory: Path) -> list[str]:
 
 
 def stamps(directory: Path) -> list[tuple[str, int, int]]:
-    """The name, size and time of change of each file: while they stay, so does the content."""
-    found = ((name, (directory / name).stat()) for name in files(directory))
-    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in found]
+    """The path, size and time of change of each file: while they stay, so does the content.
+
+    What cannot be looked at, or vanishes meanwhile, is left out.
+    """
+    stamps = []
+    for where, _, names in os.walk(directory):
+        for file in (os.path.join(where, name) for name in names):
+            with contextlib.suppress(OSError):
+                stat = os.stat(file)
+                stamps.append((file, stat.st_size, stat.st_mtime_ns))
+    return sorted(stamps)
 
 
 def sha256(file: Path) -> str:

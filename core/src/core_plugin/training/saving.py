@@ -13,6 +13,7 @@ from core_plugin.errors import CheckpointError
 from core_plugin.training import resume
 from core_plugin.training.assembly import Training
 from core_plugin.training.checkpoint import Checkpoints
+from core_plugin.training.world import lost_contact
 
 BETWEEN_QUESTIONS = 0.1
 """Seconds between two times that ranks who wait for a save ask each other how it goes."""
@@ -85,30 +86,28 @@ class Saver:
         """
         if self._under_way is None:
             return
-        save, self._under_way = self._under_way, None
-        world, beats = self._training.world, -1
+        save, world, beats = self._under_way, self._training.world, -1
         while not _is_over(world.gather((save.done(), _has_failed(save)))):
             if beats != (beats := self._checkpoints.progress.beats):
                 world.progress.enter("waiting for a save in the background")
             futures.wait([save], BETWEEN_QUESTIONS)
-        try:
-            with world.together("saving in the background", CheckpointError):
-                if save.done():
-                    save.result()
-        except CheckpointError:
-            futures.wait([save], GRACE)  # a process that ends with a thread in C++ may be aborted
-            raise
+        with world.together("saving in the background", CheckpointError):
+            if save.done():
+                save.result()
+        self._under_way = None
         self._finished += 1
         self._announce(save.result())
 
     def abandon(self, error: BaseException) -> None:
-        """Give the save that is under way some time to end by itself, once training has failed.
+        """Give the save that is under way some time to end by itself, once the run has failed.
+
+        A process that ends with a thread in C++ may be aborted.
 
         Args:
-            error: How it failed; a RuntimeError may be that of a rank that has lost another.
+            error: How it failed.
         """
         if self._under_way is not None:
-            futures.wait([self._under_way], NOTICE if isinstance(error, RuntimeError) else GRACE)
+            futures.wait([self._under_way], NOTICE if lost_contact(error) else GRACE)
 
 
 def _is_over(states: list[tuple[bool, bool]]) -> bool:

@@ -36,7 +36,9 @@ def on_signals() -> Iterator[StopRequest]:
 def restore_default_handlers() -> None:
     """Undo what a launcher set for SIGINT and SIGTERM in the process that this one was forked from.
 
-    Until a run takes its first step, there is nothing to save: they end the process.
+    Those that came while it blocked them are delivered now. Until a run takes its first step, there
+    is nothing to save: they end the process.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))

@@ -92,9 +92,9 @@ class Watchdog(threading.Thread):
     def run(self) -> None:
         """Look, every now and then, until :meth:`stop`."""
         looked = time.monotonic()
+        self._wind_up()
         while not self._ended.wait(self._interval):
-            # C code that keeps the interpreter to itself stops this thread as well.
-            faulthandler.dump_traceback_later(self._timeout + 2 * PATIENCE, file=2, exit=True)
+            self._wind_up()
             now = time.monotonic()
             self._count(now - looked)
             looked = now
@@ -103,8 +103,16 @@ class Watchdog(threading.Thread):
             if self._still >= self._timeout + 2 * PATIENCE:
                 _leave(_report({self._rank: self._row()}, self._size, self._timeout))
 
+    def _wind_up(self) -> None:
+        """Set the timer in C: code that keeps the interpreter to itself stops this thread, too."""
+        faulthandler.dump_traceback_later(self._timeout + 2 * PATIENCE, file=2, exit=True)
+
     def _count(self, passed: float) -> None:
-        """Count the time without progress; that in which the whole process stood does not count."""
+        """Count the time without progress.
+
+        That in which the whole process stood does not count, unless it stood for longer than the
+        timer in C is set to: that one cannot tell it from C code that keeps the interpreter.
+        """
         beats = self._progress.beats
         self._still = self._still + min(passed, 2 * self._interval) if beats == self._beats else 0.0
         self._beats = beats

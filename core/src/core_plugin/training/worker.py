@@ -11,7 +11,13 @@ from core_plugin.config import RunConfig
 from core_plugin.errors import ConfigError, CorePluginError
 from core_plugin.training.loop import Outcome, train
 from core_plugin.training.stop import restore_default_handlers
-from core_plugin.training.world import Place, World, join, place_from_environment
+from core_plugin.training.world import (
+    Place,
+    World,
+    join,
+    lost_contact,
+    place_from_environment,
+)
 from core_plugin.types.launcher import INTERRUPTED
 
 
@@ -24,8 +30,8 @@ class Worker:
 
     def __call__(self) -> int:
         """Run, and report what went wrong once, on the rank where it did."""
-        restore_default_handlers()
         try:
+            restore_default_handlers()
             place = place_from_environment()
             _check_place(self.config, place)
             with join(place) as world:
@@ -44,8 +50,12 @@ class Worker:
             if world.first_to_say(str(error)):
                 _report(str(error), error, self.debug)
             return error.exit_code
+        except SystemExit as error:  # by itself it would end the process as if all were well
+            message = f"rank {world.rank}: something called sys.exit({error.code!r})"
+            _report(f"{message}; raise an exception instead", error, True)
+            return error.code if isinstance(error.code, int) and error.code else 1
         except Exception as error:
-            if _lost_contact(error):
+            if lost_contact(error):
                 message = f"rank {world.rank} lost contact with another rank ({error})"
                 return _report(message, error, self.debug)
             return _report(f"rank {world.rank}: {type(error).__name__}: {error}", error, True)
@@ -69,13 +79,6 @@ def _check_place(config: RunConfig, place: Place | None) -> None:
                 f"started {place.local_world_size}; make them equal, or leave the launcher out"
             )
         )
-
-
-def _lost_contact(error: Exception) -> bool:
-    """Whether the error is that of a collective whose other side is gone."""
-    return isinstance(error, RuntimeError) and any(
-        sign in str(error) for sign in ("gloo", "NCCL", "Connection")
-    )
 
 
 def _report(message: str, error: BaseException, with_traceback: bool) -> int:

@@ -50,9 +50,7 @@ def place_from_environment(environment: Mapping[str, str] | None = None) -> Plac
     names = [n for n in ("RANK", "WORLD_SIZE") if n in environment]
     if names:
         place = _torchrun_place(environment)
-    elif int(environment.get("SLURM_STEP_NUM_TASKS", environment.get("SLURM_NTASKS", 1))) > 1 and (
-        "SLURM_PROCID" in environment
-    ):
+    elif "SLURM_PROCID" in environment and _slurm_tasks(environment) > 1:
         place = _slurm_place(environment)
     else:
         return None
@@ -80,13 +78,18 @@ def _torchrun_place(environment: Mapping[str, str]) -> Place:
     )
 
 
+def _slurm_tasks(environment: Mapping[str, str]) -> int:
+    of_step = "SLURM_STEP_NUM_TASKS"
+    return _number(environment, of_step if of_step in environment else "SLURM_NTASKS", "1")
+
+
 def _slurm_place(environment: Mapping[str, str]) -> Place:
-    size = environment.get("SLURM_STEP_NUM_TASKS", environment.get("SLURM_NTASKS", "1"))
-    tasks = environment.get("SLURM_STEP_TASKS_PER_NODE", size)
+    size = _slurm_tasks(environment)
+    tasks = environment.get("SLURM_STEP_TASKS_PER_NODE", str(size))
     return Place(
         _number(environment, "SLURM_PROCID"),
         _number(environment, "SLURM_LOCALID"),
-        _number({"SLURM_NTASKS": size}, "SLURM_NTASKS"),
+        size,
         # "2(x3),4" is three nodes with two tasks each, and one with four.
         max(map(int, re.findall(r"(\d+)(?:\(x\d+\))?", tasks))),
     )
@@ -103,7 +106,7 @@ def rendezvous_variables(place: Place, environment: Mapping[str, str]) -> dict[s
         "LOCAL_RANK": str(place.local_rank),
         "WORLD_SIZE": str(place.world_size),
         "MASTER_ADDR": environment.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1"),
-        "MASTER_PORT": str(20000 + int(environment.get("SLURM_JOB_ID", "0")) % 20000),
+        "MASTER_PORT": str(20000 + _number(environment, "SLURM_JOB_ID", "0") % 20000),
     }
     return {name: environment.get(name, value) for name, value in variables.items()}
 
@@ -270,6 +273,13 @@ class World:
             raise first from error  # all ranks tell it, as the user's own mistake
         rows = [f"rank {rank}: {failure}" for rank, failure in failures.items()]
         raise error_type(f"{what} failed on " + "\n".join(rows)) from error
+
+
+def lost_contact(error: BaseException) -> bool:
+    """Whether the error is that of a collective whose other side is gone."""
+    return isinstance(error, RuntimeError) and any(
+        sign in str(error) for sign in ("gloo", "NCCL", "Connection")
+    )
 
 
 def _told(error: BaseException) -> str:

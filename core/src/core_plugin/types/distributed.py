@@ -49,7 +49,8 @@ class ShardContext:
 
     The values depend on the seed and on the parameters' names alone: they are equal on all ranks,
     and for any order and division of the calls. Parts that are real already are left alone. Of a
-    parameter that is a ``DTensor`` on ``meta`` each rank makes, and reads, its own part alone.
+    parameter that is a ``DTensor`` on ``meta`` each rank makes, and reads, its own part alone. In a
+    dry run it does nothing: the model stays on ``meta``.
     """
     blocks: Sequence[nn.Module]
     """The model's repeated blocks, outermost first; empty if it has none that are found."""
@@ -112,6 +113,9 @@ class BaseDistributed(Implementation, abstract=True):
     @abstractmethod
     def shard_model(model: nn.Module, params: Any, context: ShardContext) -> nn.Module:
         """Spread a model that is on ``meta``, materialising all of it.
+
+        It is also called for a dry run, with a ``materialize`` that does nothing and over a
+        process group that exchanges nothing: no value may be looked at then.
 
         Returns:
             What the loop calls in place of the model: the same object, or a wrapper.

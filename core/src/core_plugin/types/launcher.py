@@ -15,6 +15,8 @@ PREEMPTED = 75
 it is what ``sysexits.h`` calls EX_TEMPFAIL."""
 INTERRUPTED = 128 + signal.SIGINT
 """The exit code of a run that SIGINT stopped after it saved, or before it began."""
+MISTAKEN = 2
+"""The exit code of a run that cannot be as it is configured; started again, it would fail again."""
 
 
 class BaseLauncher(Implementation, abstract=True):
@@ -37,7 +39,7 @@ class BaseLauncher(Implementation, abstract=True):
                 ``MASTER_PORT`` in its environment (or none of them, for a run of one process).
                 It reports its own errors and returns an exit code. Asked by SIGTERM or SIGINT, all
                 workers save and return :data:`PREEMPTED` or :data:`INTERRUPTED`: they are not
-                started again.
+                started again, and neither are they after :data:`MISTAKEN`.
 
         Returns:
             The exit code: the workers', if it is the same for all. If one fails, the others are

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from core_plugin import tensors
@@ -11,7 +15,9 @@ from core_plugin.testing.checks import assert_same
 from core_plugin.testing.distributed.alone import alone
 from core_plugin.testing.distributed.loop import CPU, Loop, gathered, values
 from core_plugin.testing.distributed.networks import Network, on_meta
+from core_plugin.testing.distributed.subject import join
 from core_plugin.testing.distributed.worlds import worlds
+from core_plugin.training.dry_run import fake_ranks
 
 pytestmark = pytest.mark.level(1)
 
@@ -59,6 +65,32 @@ def test_nothing_is_left_on_meta(loop: Loop, kind: str, world_size: int) -> None
         assert parameter.device == loop.holder, f"{name} is on {parameter.device}"
     for name, buffer in model.named_buffers():
         assert buffer.device == CPU, f"{name} is on {buffer.device}"
+
+
+@contextmanager
+def _as_one_of(loop: Loop, rank: int, ranks: int) -> Iterator[Loop]:
+    """What a dry run does on a rank: a group that exchanges nothing, instead of the process's own.
+
+    The one that it has by itself is made anew.
+    """
+    dist.destroy_process_group()
+    try:
+        with fake_ranks(rank, ranks):
+            yield Loop(loop.strategy, loop.params, rank, ranks)
+    finally:
+        join(dist.HashStore(), loop.rank, loop.world_size)
+        vars(loop).pop("mesh", None)  # it was of the group that is gone
+
+
+@pytest.mark.only("several")
+@pytest.mark.parametrize("kind", ["tied", "adapted"])
+def test_a_dry_run_leaves_all_on_meta(loop: Loop, kind: str) -> None:
+    """A model can be spread by a ``materialize`` that does nothing: no value is looked at."""
+    for rank in (0, 3):
+        with _as_one_of(loop, rank, 4) as dry:
+            model = dry.unwrapped(dry.shard(on_meta(kind), lambda part: None))
+            for name, tensor in tensors.model_tensors(model).items():
+                assert tensors.local(tensor).is_meta, f"{name} is on {tensor.device}"
 
 
 @pytest.mark.parametrize("kind", ["tied"])
