@@ -14,6 +14,9 @@ from typing import Any
 
 import pytest
 
+sys.path.append(str(Path(__file__).parent))
+from forked_command import run_command
+
 WARM = (
     "core_plugin.builtin.agent",
     "core_plugin.builtin.decoder_model",
@@ -47,7 +50,7 @@ class Command:
         context.set_forkserver_preload(list(WARM))
         self._file = file
         self._process = context.Process(
-            target=_command, args=(arguments, directory, dict(environment), file)
+            target=run_command, args=(arguments, directory, dict(environment), file)
         )
         self._process.start()
 
@@ -74,23 +77,6 @@ class Command:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self._process.join()
-
-
-def _command(
-    arguments: list[str], directory: Path, environment: Mapping[str, str], file: Path
-) -> None:
-    os.setsid()
-    os.chdir(directory)
-    os.environ.clear()
-    os.environ.update(environment)
-    sys.path[:0] = environment["PYTHONPATH"].split(os.pathsep)
-    with file.open("wb") as opened:
-        os.dup2(opened.fileno(), 1)
-        os.dup2(opened.fileno(), 2)
-    sys.argv = ["core-plugin", *arguments]
-    from core_plugin.cli import main
-
-    main()
 
 
 class Faulty:
