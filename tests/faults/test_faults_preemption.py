@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -88,3 +90,27 @@ def test_sigterm_ends_a_process_that_is_just_being_forked(faulty):
     code, output = faulty.start(document, 1, PREEMPT_FORKED="1").wait()
     assert code == 128 + signal.SIGTERM, output
     assert faulty.workspace.metrics() == []
+
+
+LATE = """
+import os, signal, time
+from core_plugin.builtin.launcher import Torchrun, TorchrunParams
+from core_plugin.training.stop import restore_default_handlers
+
+def worker():
+    restore_default_handlers()
+    if os.environ["RANK"] == "1":
+        time.sleep(1)
+        os.kill(os.getppid(), signal.SIGTERM)
+        time.sleep(100)
+    return 0
+
+print(Torchrun.launch(TorchrunParams(processes_per_host=2), worker))
+"""
+
+
+def test_a_rank_that_has_finished_is_not_waited_for_when_sigterm_ends_another():
+    ended = subprocess.run(
+        [sys.executable, "-c", LATE], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert ended.stdout == f"{128 + signal.SIGTERM}\n"

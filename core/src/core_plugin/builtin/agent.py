@@ -146,8 +146,8 @@ class Agent(LocalElasticAgent):
         if stops := self._deadline is not None or code in STOPPED:
             seconds = self._shutdown_seconds
         deadline = time.monotonic() + seconds
-        for worker in self._workers:
-            worker.join(max(0, deadline - time.monotonic()))
+        while (busy := self._busy()) and time.monotonic() < deadline:
+            wait(busy, POLL)
         if MISTAKEN in [w.exitcode for w in self._workers]:
             code = MISTAKEN
         if stops or code == MISTAKEN:
@@ -155,8 +155,14 @@ class Agent(LocalElasticAgent):
         else:
             self._tell(dict(enumerate(w.exitcode or 0 for w in self._workers)))
         self._kill()
-        others = [w.exitcode for w in self._workers if w.exitcode not in STOPPED]
+        unfinished = [w for w, done in zip(self._workers, self._finished, strict=True) if not done]
+        others = [w.exitcode for w in unfinished if w.exitcode not in STOPPED]
         self._failure = (stops and others and others[0]) or code
+
+    def _busy(self) -> list[int]:
+        """The sentinels of the workers that have something to do yet."""
+        workers = zip(self._workers, self._finished, strict=True)
+        return [w.sentinel for w, finished in workers if w.is_alive() and not finished]
 
     def _tell(self, codes: Mapping[int, int]) -> None:
         """Say who was ended by a signal, which cannot say so itself, and what comes next."""
