@@ -102,6 +102,7 @@ def test_ranks_with_different_data_end_with_a_table(workspace):
     for rank in (0, 1):
         (workspace.path / str(rank)).mkdir()
         (workspace.path / str(rank) / "own-corpus.txt").write_text(corpus[rank * 500 :])
+    document["checkpoint"] = {"directory": str(workspace.path / "run")}
     file = workspace.write(document, 2, "run")
     directories = [workspace.path / "0", workspace.path / "1"]
     codes, outputs = start_ranks(workspace, file, torchruns_variables(2), directories=directories)
