@@ -58,6 +58,18 @@ def gather(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
+@torch.no_grad()
+def call_whole(module: nn.Module, inputs: Tensor) -> Tensor:
+    """What a module whose tensors may be sharded, or elsewhere, makes of a tensor; collective.
+
+    Its tensors are gathered where the input is; the module itself stays as it is.
+    """
+    held = [*module.named_parameters(), *module.named_buffers()]
+    whole = {name: gather(tensor).to(inputs.device) for name, tensor in held}
+    result: Tensor = torch.func.functional_call(module, whole, inputs)
+    return result
+
+
 def copy_full(target: Tensor, full: Tensor) -> None:
     """Copy a whole tensor into one that may be sharded; every rank has the whole one."""
     with torch.no_grad():

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from core_plugin.adapters.layer import AdapterParameters, ModelAdapter
 from core_plugin.adapters.roles import input_embeddings
 from core_plugin.adapters.tree import Sites
+from core_plugin.tensors import call_whole
 from core_plugin.types.model import IGNORED
 from core_plugin_prompt_tuning.plugin import PromptTuningParams
 
@@ -49,7 +50,7 @@ class Prompt(ModelAdapter):
         if self.params[name].prompt_tuning_init == "SAMPLE_VOCAB":
             (embedding,), own = self._embedding, self.prompt_embeddings[name].detach()
             tokens = torch.randint(len(embedding.weight), (len(own),))
-            own.copy_(embedding(tokens.to(own.device)).detach())
+            own.copy_(call_whole(embedding, tokens.to(own.device)))
 
     def settle(self) -> None:
         """See :meth:`ModelAdapter.settle`."""

@@ -87,7 +87,8 @@ class AdapterModule(nn.Module):
         """Fill what depends on the base's values and the adapter's, which are all there.
 
         Called once for each new adapter, after ``reset_parameters`` of its modules and after the
-        base's values are known. It may change the base.
+        base's values are known. It may change the base. What is outside of this module may be
+        sharded; :func:`core_plugin.tensors.call_whole` calls it all the same.
         """
 
     def converted(

@@ -22,7 +22,8 @@ class StopRequest:
 def on_signals() -> Iterator[StopRequest]:
     """A request that SIGINT and SIGTERM set, until the end of the block.
 
-    A launcher and a terminal may each send the signal once, so a second one changes nothing.
+    A launcher and a terminal may each send the signal once, so a second one changes nothing: not
+    in the block, and not in the rest of a process that was asked to stop.
     """
     request = StopRequest()
     earlier = {n: signal.signal(n, request._ask) for n in (signal.SIGINT, signal.SIGTERM)}
@@ -30,7 +31,7 @@ def on_signals() -> Iterator[StopRequest]:
         yield request
     finally:
         for number, handler in earlier.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if request.signal else handler)
 
 
 def restore_default_handlers() -> None:
