@@ -98,6 +98,19 @@ def test_no_tensor_is_held_longer_than_it_is_tied():
     assert [ref() for ref in held] == [None] * len(held)
 
 
+def test_the_largest_modules_are_made_first():
+    made = []
+
+    def initialize(module: nn.Module) -> None:
+        made.append(module.out_features)
+        reset(module)
+
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 3), nn.Sequential(nn.Linear(3, 9), nn.Linear(9, 5)))
+    Materializer(model, CPU, 0, initialize, str)(model)
+    assert made == [5, 9, 3]  # 50, 36 and 15 values
+
+
 def test_the_global_generator_is_left_alone():
     torch.manual_seed(3)
     expected = torch.rand(2)

@@ -73,7 +73,8 @@ class Materializer:
 
     def __call__(self, part: nn.Module) -> None:
         """Materialise what is on ``meta`` in a part of the model."""
-        modules = list(part.modules())
+        # What is whole for the while is largest when least is there, and its memory is used again.
+        modules = sorted(part.modules(), key=_whole_bytes, reverse=True)
         for module in modules:
             if isinstance(module, AdapterLayer):
                 self._initialize_adapters(module)
@@ -268,6 +269,12 @@ def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _at(place: Place) -> Tensor:
     module, name = place
     return getattr(module, name)  # type: ignore[no-any-return]
+
+
+def _whole_bytes(module: nn.Module) -> int:
+    """The bytes that making a module needs at once; an adapter layer is made with its base."""
+    parts = module.modules() if isinstance(module, AdapterLayer) else [module]
+    return sum(tensor.nbytes for part in parts for _, tensor in _own_tensors(part))
 
 
 def _assign(module: nn.Module, name: str, tensor: Tensor) -> None:
