@@ -9,7 +9,9 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Callable
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,6 +66,7 @@ PACKAGES = [
 ]
 SOURCES = [str(p.directory / "src") for p in PACKAGES]
 TESTS = [str(d) for d in (*(p.directory / "tests" for p in PACKAGES), ROOT / "tests") if d.is_dir()]
+TREE = ROOT / ".nox" / "tree"
 FAULTS = ROOT / "tests" / "faults"
 IN_PARALLEL = ("--numprocesses", "2", "--dist", "loadgroup")
 NEEDS_ROOT = str(FAULTS / "test_faults_hosts.py")
@@ -75,35 +78,47 @@ def group(*names: str) -> tuple[str, ...]:
 
 
 def install(session: nox.Session, *requirements: str) -> None:
-    session.install("--constraint", str(ROOT / "constraints.txt"), *requirements)
+    """Install with the versions that the tests were run with.
+
+    Python compiles what is imported, and no more than that.
+    """
+    constraints = str(ROOT / "constraints.txt")
+    session.install("--no-compile", "--constraint", constraints, *requirements)
 
 
-def install_tree(session: nox.Session, *requirements: str, compiled: bool = False) -> None:
-    """Install every package in place, and more; those that compile only if it is asked for."""
+def install_tree(session: nox.Session, *requirements: str) -> None:
+    """Install every package in place, but those that compile, and more."""
     install(session, *group("build"))
     in_place = [p for p in PACKAGES if not p.compiles]
     editable = [arg for p in in_place for arg in ("--editable", str(p.directory))]
     install(session, "--no-build-isolation", *editable, *requirements)
-    for package in PACKAGES if compiled else ():
-        if package.compiles:
-            wheel = compiled_wheel(session, package)
-            session.install("--no-deps", "--force-reinstall", wheel)
 
 
-def compiled_wheel(session: nox.Session, package: Package) -> str:
+def in_tree(session: nox.Session, command: str, *arguments: str, **variables: str) -> None:
+    """Run a command of the environment that the task ``tree`` makes."""
+    place = TREE / "bin"
+    variables["PATH"] = os.pathsep.join([str(place), os.environ["PATH"]])
+    session.run(str(place / command), *arguments, env=variables, external=True)
+
+
+def pytest_in_tree(session: nox.Session, *arguments: str, **variables: str) -> None:
+    in_tree(session, "pytest", *arguments, OMP_NUM_THREADS="1", **variables)
+
+
+def compiled_wheel(package: Package, run: Callable[..., object]) -> str:
     """The wheel of a package that compiles, built if its files have changed.
 
-    The session has torch and the build tools: such a package is built without isolation.
+    ``run`` runs commands where torch and the build tools are: it is built without isolation.
     """
     place = ROOT / ".nox" / "wheels" / package.digest
     if not list(place.glob("*.whl")):
         options = ["--no-deps", "--no-build-isolation", "--wheel-dir", str(place)]
-        session.run("pip", "wheel", *options, str(package.directory))
+        run("pip", "wheel", *options, str(package.directory))
     (wheel,) = place.glob("*.whl")
     return str(wheel)
 
 
-@nox.session
+@nox.session(allow_parallel=True)
 def lint(session: nox.Session) -> None:
     """Check style, format, and who imports whom."""
     install(session, *group("lint"))
@@ -132,14 +147,19 @@ layers = ["{plugins}", "core_plugin"]
     return file
 
 
-@nox.session
+@nox.session(default=False, allow_parallel=True)
+def tree(session: nox.Session) -> None:
+    """Make the environment of types, tests and benchmarks: every package in place."""
+    install_tree(session, *group("test", "types"))
+
+
+@nox.session(venv_backend="none", requires=["tree"], allow_parallel=True)
 def types(session: nox.Session) -> None:
     """Check types, strictly."""
-    install_tree(session, *group("types"))
-    session.run("mypy", *(session.posargs or SOURCES))
+    in_tree(session, "mypy", *(session.posargs or SOURCES))
 
 
-@nox.session
+@nox.session(allow_parallel=True)
 def tox(session: nox.Session) -> None:
     """Run core's torch-free tests on every Python that is installed, without torch."""
     install(session, *group("tox"))
@@ -148,37 +168,33 @@ def tox(session: nox.Session) -> None:
     session.run("tox", *session.posargs, env={"TOX_DISCOVER": pythons})
 
 
-@nox.session
+@nox.session(venv_backend="none", requires=["tree"])
 def tests(session: nox.Session) -> None:
     """Run all tests of all packages."""
-    install_tree(session, *group("test"), compiled=True)
-    arguments = session.posargs or [*IN_PARALLEL, *TESTS]
-    session.run("pytest", *arguments, env={"OMP_NUM_THREADS": "1"})
+    run = partial(in_tree, session)
+    for package in (p for p in PACKAGES if p.compiles):
+        run("pip", "install", "--no-deps", "--force-reinstall", compiled_wheel(package, run))
+    pytest_in_tree(session, *(session.posargs or [*IN_PARALLEL, *TESTS]))
 
 
-@nox.session(default=False)
+@nox.session(default=False, venv_backend="none", requires=["tree"])
 def slow(session: nox.Session) -> None:
     """Run the tests that take minutes."""
-    install_tree(session, *group("test"))
-    arguments = session.posargs or ["--ignore", NEEDS_ROOT, *TESTS]
-    session.run("pytest", "-m", "slow", *arguments, env={"OMP_NUM_THREADS": "1"})
+    pytest_in_tree(session, "-m", "slow", *(session.posargs or ["--ignore", NEEDS_ROOT, *TESTS]))
 
 
-@nox.session(default=False)
+@nox.session(default=False, venv_backend="none", requires=["tree"])
 def faults(session: nox.Session) -> None:
     """Interrupt 200 small runs at random moments, and let them go on; or those of some seeds."""
-    install_tree(session, *group("test"))
     seeds = " ".join(session.posargs or map(str, range(200)))
-    settings = {"OMP_NUM_THREADS": "1", "FAULT_SEEDS": seeds}
-    session.run("pytest", *IN_PARALLEL, str(FAULTS / "test_faults_random.py"), env=settings)
+    random = str(FAULTS / "test_faults_random.py")
+    pytest_in_tree(session, *IN_PARALLEL, random, FAULT_SEEDS=seeds)
 
 
-@nox.session(default=False)
+@nox.session(default=False, venv_backend="none", requires=["tree"])
 def hosts(session: nox.Session) -> None:
     """Cut one of two hosts off while both train; as root, for they are network namespaces."""
-    install_tree(session, *group("test"))
-    arguments = [NEEDS_ROOT, *session.posargs]
-    session.run("pytest", "-m", "slow", *arguments, env={"OMP_NUM_THREADS": "1"})
+    pytest_in_tree(session, "-m", "slow", NEEDS_ROOT, *session.posargs)
 
 
 @nox.session(default=False)
@@ -214,7 +230,7 @@ def wheels(session: nox.Session, package: Package) -> None:
     session.install("--no-index", "--no-deps", *map(str, place.glob("*.whl")))
     install(session, "torch", *group("test"))
     for package_that_compiles in (p for p in needed if p.compiles):
-        session.install("--no-deps", compiled_wheel(session, package_that_compiles))
+        session.install("--no-deps", compiled_wheel(package_that_compiles, session.run))
     install(session, *names)
     session.run("pip", "check")
     shutil.copytree(package.directory / "tests", place / "tests")
@@ -223,10 +239,9 @@ def wheels(session: nox.Session, package: Package) -> None:
     session.run("pytest", *settings, "tests", *session.posargs, env={"OMP_NUM_THREADS": "1"})
 
 
-@nox.session(default=False)
+@nox.session(default=False, venv_backend="none", requires=["tree"])
 def bench(session: nox.Session) -> None:
     """Run the benchmarks."""
-    install_tree(session, *group("test"))
     scripts = (
         "discovery",
         "dispatch",
@@ -238,4 +253,4 @@ def bench(session: nox.Session) -> None:
         "sharding",
     )
     for name in session.posargs or scripts:
-        session.run("python", f"benchmarks/{name}.py")
+        in_tree(session, "python", f"benchmarks/{name}.py")

@@ -1,14 +1,12 @@
 """What the tests that cross packages share.
 
-Runs as a user starts them: the real command, real processes, and plugins of a third party.
+Runs as a user starts them: the command, real processes, and plugins of a third party.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import subprocess
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +17,9 @@ import pytest
 
 if TYPE_CHECKING:
     import torch
+
+sys.path.append(str(Path(__file__).parents[1] / "core" / "tests"))
+from forked_command import Command, run_command
 
 RECORDER = Path(__file__).parent / "training" / "recorder"
 
@@ -48,6 +49,7 @@ class Workspace:
             "OMP_NUM_THREADS": "1",
             "PYTHONWARNINGS": "default",
         }
+        self._started: list[Command] = []
 
     def small(self, **changes: Any) -> dict[str, Any]:
         """A run of a few quick steps on real text."""
@@ -85,26 +87,22 @@ class Workspace:
         file.write_text(json.dumps({"launcher": launcher} | document | {"checkpoint": checkpoint}))
         return file
 
-    def start(self, command: Sequence[str], **environment: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, "-m", "core_plugin", *command],
-            cwd=self.path,
-            env=self.environment | environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+    def start(
+        self, command: Sequence[str], directory: Path | None = None, **environment: str
+    ) -> Command:
+        output = self.path / f"output-{len(self._started)}"
+        environment = self.environment | environment
+        self._started.append(Command(command, directory or self.path, environment, output))
+        return self._started[-1]
 
-    def run(self, command: Sequence[str], **environment: str) -> tuple[int, str]:
+    def end(self) -> None:
+        """End what is left of all that was started."""
+        for command in self._started:
+            command.kill()
+
+    def run(self, command: Sequence[str]) -> tuple[int, str]:
         """The exit code and all that was printed."""
-        process = self.start(command, **environment)
-        try:
-            output, _ = process.communicate(timeout=120)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, 9)
-        return process.returncode, output
+        return run_command(command, self.path, self.environment)
 
     def train(
         self, document: Mapping[str, Any], ranks: int = 1, *options: str, directory: str = "run"
@@ -152,5 +150,7 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Works
     monkeypatch.syspath_prepend(str(RECORDER))
     monkeypatch.setenv("RECORDER_DIRECTORY", str(tmp_path))
     discovery.forget()
-    yield Workspace(tmp_path)
+    workspace = Workspace(tmp_path)
+    yield workspace
+    workspace.end()
     discovery.forget()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import typer.main
+from forked_command import run_command
 from ruamel.yaml import YAML
 
 import core_plugin.cli
@@ -39,17 +40,10 @@ def table(title: str) -> list[list[str]]:
 
 def core_plugin_command(folder: Path, *arguments: str, path: str = "") -> str:
     """What the command prints; it must succeed."""
-    done = subprocess.run(
-        [sys.executable, "-m", "core_plugin", *arguments],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    code, output = run_command(arguments, folder, environment)
+    assert code == 0, output
+    return output
 
 
 SNIPPETS = [

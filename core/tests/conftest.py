@@ -9,7 +9,13 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+import hypothesis
 import pytest
+
+hypothesis.settings.register_profile("untimed", deadline=None)  # the machine may be busy
+hypothesis.settings.load_profile("untimed")
+
+sys.path.append(str(Path(__file__).parent))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

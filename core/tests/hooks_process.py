@@ -116,7 +116,7 @@ def sample(directory):
     import torch.multiprocessing as mp
 
     sample_from(decoder(), directory / "alone", 0, 1)
-    mp.spawn(sample_on_a_rank, (directory,), nprocs=2)
+    mp.start_processes(sample_on_a_rank, (directory,), nprocs=2, start_method="fork")
 
 
 if __name__ == "__main__":

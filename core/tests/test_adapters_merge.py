@@ -3,10 +3,7 @@
 import copy
 import dataclasses
 import io
-import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -36,6 +33,7 @@ from core_plugin.adapters.memory import LARGE_PAGE, empty_like
 from core_plugin.builtin.decoder import Decoder
 from core_plugin.builtin.decoder_model import CausalLM
 from core_plugin.errors import ConfigError
+from core_plugin.testing.children import run_script
 from core_plugin.types.peft import BasePeft, PeftParams
 
 X = torch.randn(3, 5, 6, generator=torch.Generator().manual_seed(0))
@@ -818,12 +816,4 @@ SCRIPT = Path(__file__).with_name("adapter_merge_processes.py")
 
 @pytest.mark.parametrize("processes", [2, 3])
 def test_a_sharded_model_is_merged_as_a_whole_one(processes: int) -> None:
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(processes)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    run_script(SCRIPT, processes)

@@ -3,10 +3,7 @@
 import copy
 import dataclasses
 import math
-import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -36,6 +33,7 @@ from core_plugin.adapters.layer import (
 )
 from core_plugin.adapters.switch import biases
 from core_plugin.errors import ConfigError
+from core_plugin.testing.children import run_script
 from core_plugin.types.peft import BasePeft, PeftParams
 
 
@@ -663,12 +661,4 @@ SCRIPT = Path(__file__).with_name("adapter_switch_processes.py")
 
 
 def test_a_sharded_model_is_switched_as_a_whole_one() -> None:
-    ended = subprocess.run(
-        [sys.executable, str(SCRIPT), "2"],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
+    run_script(SCRIPT, 2)

@@ -15,6 +15,7 @@ from matplotlib.image import imread
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from core_plugin import PluginUnavailableError
+from core_plugin.testing.children import run_script
 from core_plugin.types import HookPlugin, Run
 from core_plugin.types.hook import Events
 
@@ -164,8 +165,7 @@ def test_tensorboard_shows_every_metric_after_the_last_event(tmp_path, last, mor
 
 
 def test_tensorboard_has_everything_when_the_process_goes_after_a_checkpoint(tmp_path):
-    script = Path(__file__).with_name("hooks_process.py")
-    subprocess.run([sys.executable, "-W", "error", script, "stop", tmp_path], check=True)
+    run_script(Path(__file__).with_name("hooks_process.py"), "stop", tmp_path)
     steps = range(1, 51)
     assert scalars(tmp_path) == {"loss": dict.fromkeys(steps, 1.0), "lr": dict.fromkeys(steps, 0.5)}
 

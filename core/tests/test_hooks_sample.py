@@ -1,7 +1,6 @@
 import io
 import itertools
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 
 from core_plugin.builtin.text import Text
+from core_plugin.testing.children import run_script
 from core_plugin.types import HookPlugin, Run
 from core_plugin.types.hook import Events
 
@@ -165,10 +165,9 @@ def test_a_value_out_of_range_is_named(field, value):
 
 def test_two_processes_sample_what_one_does(tmp_path, tokenizer):
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    command = [sys.executable, "-W", "error", str(SCRIPT), "sample", str(tmp_path)]
-    ran = subprocess.run(command, capture_output=True, text=True)
-    assert (ran.returncode, ran.stderr) == (0, "")
+    printed = run_script(SCRIPT, "sample", tmp_path)
     (alone,) = records(tmp_path / "alone")
     assert len(set(alone["text"])) >= 6
     assert records(tmp_path / "fsdp2") == records(tmp_path / "ddp") == [alone]
-    assert ran.stdout.count("sample at step 3:\nonce") == 3
+    before, *samples = printed.split("sample at step 3:\nonce")
+    assert (before, len(samples), len({*samples})) == ("", 3, 1)

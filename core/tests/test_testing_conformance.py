@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked_command import run_command
 
 DEVICE = """
 import dataclasses, os, time
@@ -77,10 +78,11 @@ def suite(environment):
     def run(*arguments: str) -> tuple[int, dict, str]:
         report = environment.root / "report.json"
         report.unlink(missing_ok=True)
-        command = ["-m", "core_plugin", "test", *arguments, "--json", str(report)]
-        done = environment.run(*command, OMP_NUM_THREADS="1")
+        options = ["test", *arguments, "--json", str(report)]
+        variables = os.environ | {"OMP_NUM_THREADS": "1"}
+        code, told = run_command(options, environment.root, variables)
         found = json.loads(report.read_text()) if report.exists() else {}
-        return done.returncode, found, done.stdout + done.stderr
+        return code, found, told
 
     return run
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from core_plugin.errors import CheckpointError
+from core_plugin.testing.children import run_script
 from core_plugin.training import saved
 from core_plugin.training.checkpoint import Checkpoints, verify
 from core_plugin.training.world import join
@@ -256,12 +254,4 @@ def test_sizes_are_compared_without_reading_the_content(checkpoints):
 
 
 def test_one_to_four_ranks_write_copies_while_they_train_on(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-W", "error", str(STAGING), str(tmp_path)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_script(STAGING, tmp_path, seconds=240)

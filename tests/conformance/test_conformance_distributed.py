@@ -2,29 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 TIDEWATER = Path(__file__).parents[1] / "tidewater" / "src"
-
-
-def report(directory: Path, *arguments: str) -> dict:
-    """The report of a run that passes."""
-    file = directory / "report.json"
-    done = subprocess.run(
-        [sys.executable, "-m", "core_plugin", "test", *arguments, "--json", str(file)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        cwd=directory,
-        capture_output=True,
-        text=True,
-        timeout=290,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(file.read_text())
 
 
 def unfit(found: dict, result: str) -> set[str | None]:
@@ -32,9 +13,9 @@ def unfit(found: dict, result: str) -> set[str | None]:
     return {case["capability"] for case in found["cases"] if case["result"] == result}
 
 
-def test_none(tmp_path):
+def test_none(report):
     """Its cases of one rank pass, on every level; those of several are not for it."""
-    found = report(tmp_path, "distributed:none")
+    found, _ = report("distributed:none")
     assert found["level"] == 3
     assert set(found["results"]) == {"pass", "not for it", "not declared"}
     passed = " ".join(case["name"] for case in found["cases"] if case["result"] == "pass")
@@ -42,34 +23,34 @@ def test_none(tmp_path):
     assert not any(f"{ranks}_ranks" in passed for ranks in (2, 3, 4))
 
 
-def test_ddp(tmp_path):
-    found = report(tmp_path, "distributed:ddp")
+def test_ddp(report):
+    found, _ = report("distributed:ddp")
     assert found["level"] == 3
     assert set(found["results"]) == {"pass", "not declared"}
     assert unfit(found, "not declared") == {"sharded_state", "mixed_precision"}
 
 
-def test_fsdp2(tmp_path):
-    found = report(tmp_path, "distributed:fsdp2")
+def test_fsdp2(report):
+    found, _ = report("distributed:fsdp2")
     assert found["level"] == 3
     assert found["results"] == {"pass": len(found["cases"])}
 
 
-def test_fsdp2_with_replicas(tmp_path):
+def test_fsdp2_with_replicas(report):
     """Two replicas are for four ranks."""
-    found = report(tmp_path, "distributed:fsdp2", "replicas=2", "-k", "4_ranks or any_number")
+    found, _ = report("distributed:fsdp2", "replicas=2", "-k", "4_ranks or any_number")
     passed = [case["name"] for case in found["cases"] if case["result"] == "pass"]
     assert set(found["results"]) == {"pass", "not run"}
     assert len(passed) >= 4
 
 
-def test_somebody_elses(tmp_path, monkeypatch):
+def test_somebody_elses(report, tmp_path, monkeypatch):
     """One that sums gradients, and gives the loop everything else as the contract does."""
     entry_points = tmp_path / "tidewater-1.0.dist-info" / "entry_points.txt"
     entry_points.parent.mkdir()
     entry_points.write_text("[core_plugin.distributed]\nbreakwater = tidewater.strategy:Breakwater")
     (entry_points.parent / "METADATA").write_text("Name: tidewater\nVersion: 1.0\n")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TIDEWATER), str(tmp_path)]))
-    found = report(tmp_path, "distributed:breakwater", "--level=2")
+    found, _ = report("distributed:breakwater", "--level=2")
     assert found["level"] == 2
     assert set(found["results"]) == {"pass", "not declared"}

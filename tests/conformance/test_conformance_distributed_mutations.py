@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import site
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 
-from core_plugin import testing
 from core_plugin.contract import contract_methods
 from core_plugin.types import BaseDistributed
 
@@ -74,34 +69,13 @@ HEAVY = (
 """The cases that must fail for a strategy that says of itself what is wrong."""
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def calls(tmp_path_factory):
     """Where the strategies leave a file for each method that is called."""
-    return tmp_path_factory.mktemp("calls")
-
-
-@pytest.fixture(scope="module")
-def process(calls):
-    """A process that finds the strategies, and runs one suite after the other."""
+    folder = tmp_path_factory.mktemp("calls")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("STRATEGY_CALLS", str(calls))
-        context = get_context("spawn")
-        with ProcessPoolExecutor(1, context, site.addsitedir, (str(BROKEN),)) as executor:
-            yield executor
-
-
-@pytest.fixture
-def suite(process, tmp_path):
-    """Runs cases by an expression of pytest's: the exit code, and all cases of the report."""
-
-    def run(plugin: str, expression: str, *params: str) -> tuple[int, list[dict]]:
-        report = tmp_path / "report.json"
-        options = [f"--core-plugin={plugin}", f"--core-plugin-report={report}", "-k", expression]
-        options += [f"--core-plugin-params={param}" for param in params]
-        code = process.submit(testing.run, options).result(timeout=120)
-        return code, json.loads(report.read_text())["cases"]
-
-    return run
+        patch.setenv("STRATEGY_CALLS", str(folder))
+        yield folder
 
 
 def results(cases: list[dict], name: str) -> set[str]:

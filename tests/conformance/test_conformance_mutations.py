@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+# One worker runs them all, in a process that is there for all of them.
+pytestmark = pytest.mark.xdist_group("faults of devices")
 
 BROKEN = Path(__file__).parent / "broken"
 
@@ -41,47 +40,28 @@ CAUGHT = {
 """The case that must fail, by the fault."""
 
 
-def run(plugin: str, function: str, directory: Path, *options: str) -> tuple[int, dict, str]:
-    """The exit code, the report, and what was printed, of the cases with a function's name."""
-    report = directory / "report.json"
-    command = ["test", plugin, *options, "-k", function, "--json", str(report)]
-    done = subprocess.run(
-        [sys.executable, "-m", "core_plugin", *command],
-        env={**os.environ, "PYTHONPATH": str(BROKEN), "OMP_NUM_THREADS": "1"},
-        cwd=directory,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    return done.returncode, json.loads(report.read_text()), done.stdout + done.stderr
-
-
-def results(report: dict, case: str) -> set[str]:
-    return {c["result"] for c in report["cases"] if c["name"].partition("[")[0] == case}
+def results(cases: list[dict], case: str) -> set[str]:
+    """How the variants of a case ended."""
+    return {c["result"] for c in cases if c["name"].partition("[")[0] == case}
 
 
 @pytest.mark.parametrize("fault", CAUGHT)
-def test_the_fault_is_found_by_its_case(fault, tmp_path):
+def test_the_fault_is_found_by_its_case(fault, suite):
     case = CAUGHT[fault]
-    function = case.partition("/")[2]
-    code, report, told = run("device:broken", function, tmp_path, f"fault={fault}")
+    code, cases = suite("device:broken", case.partition("/")[2], f"fault={fault}")
     assert code == 1
-    assert "fail" in results(report, case), told
+    assert "fail" in results(cases, case)
 
 
-def test_the_cases_pass_on_the_device_without_the_faults(tmp_path):
+def test_the_cases_pass_on_the_device_without_the_faults(suite):
     functions = " or ".join(case.partition("/")[2] for case in CAUGHT.values())
-    code, report, told = run("device:fake", functions, tmp_path)
+    code, cases = suite("device:fake", functions)
     assert code == 0
     for case in CAUGHT.values():
-        assert results(report, case) == {"pass"}, told
+        assert results(cases, case) == {"pass"}, case
 
 
-def test_a_crash_and_a_hang_are_told_by_name_and_end_nothing(tmp_path):
-    _, report, told = run(
-        "device:broken", "reductions", tmp_path, "fault=an operator ends the process"
-    )
-    ended = {c["name"]: c for c in report["cases"] if "signal SIGABRT" in c["reason"]}
-    assert ended, told
-    assert "pass" in results(report, "autograd/reductions")
+def test_a_crash_and_a_hang_are_told_by_name_and_end_nothing(suite):
+    _, cases = suite("device:broken", "reductions", "fault=an operator ends the process")
+    assert any("signal SIGABRT" in case["reason"] for case in cases)
+    assert "pass" in results(cases, "autograd/reductions")

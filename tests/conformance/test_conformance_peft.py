@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 NOT_TRIED = "contract/the_types_that_are_tried: not tried: transformers.pytorch_utils.Conv1D"
 GRADIENTS = "layers/gradients_are_those_of_finite_differences"
 WITH_DORA = (
@@ -22,47 +16,31 @@ WITH_DORA = (
 )
 
 
-def report(directory: Path, *arguments: str) -> tuple[dict, str]:
-    """The report of a run that passes, and what it printed."""
-    file = directory / "report.json"
-    done = subprocess.run(
-        [sys.executable, "-m", "core_plugin", "test", *arguments, "--json", str(file)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        cwd=directory,
-        capture_output=True,
-        text=True,
-        timeout=290,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(file.read_text()), done.stdout
-
-
-def test_lora(tmp_path):
-    found, told = report(tmp_path, "peft:lora")
+def test_lora(report):
+    found, told = report("peft:lora")
     assert found["level"] == 3
     assert set(found["results"]) == {"pass", "not for it"}
     assert NOT_TRIED in told
 
 
-def test_lora_with_dora(tmp_path):
+def test_lora_with_dora(report):
     """Its norm of the weights is a constant in backward, as its authors say."""
     reason = "the norm is a constant in backward"
     excepted = [f"--except={GRADIENTS}[{base}]={reason}" for base in WITH_DORA]
-    found, told = report(tmp_path, "peft:lora", "use_dora=true", *excepted)
+    found, told = report("peft:lora", "use_dora=true", *excepted)
     assert set(found["results"]) == {"pass", "not for it", "excepted"}
     assert "level reached: 3, with the exceptions above" in told
 
 
-def test_ia3(tmp_path):
-    found, told = report(tmp_path, "peft:ia3")
+def test_ia3(report):
+    found, told = report("peft:ia3")
     assert found["level"] == 3
     assert set(found["results"]) == {"pass", "not for it"}
     assert NOT_TRIED in told
 
 
-def test_prompt_tuning(tmp_path):
-    found, _ = report(tmp_path, "peft:prompt_tuning")
+def test_prompt_tuning(report):
+    found, _ = report("peft:prompt_tuning")
     assert found["level"] == 3
     undeclared = {c["capability"] for c in found["cases"] if c["result"] == "not declared"}
     assert undeclared == {"per_sample"}

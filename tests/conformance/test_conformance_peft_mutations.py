@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import site
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
-
-from core_plugin import testing
 
 # One worker runs them all, in a process that is there for all of them.
 pytestmark = pytest.mark.xdist_group("faults of PEFT methods")
@@ -62,27 +56,6 @@ HEAVY = (
     "contract/the_configuration_is_plain_data",
 )
 """The cases that must fail for a method that says of itself what is wrong."""
-
-
-@pytest.fixture(scope="module")
-def process():
-    """A process that finds the methods, and runs one suite after the other."""
-    with ProcessPoolExecutor(1, get_context("spawn"), site.addsitedir, (str(BROKEN),)) as executor:
-        yield executor
-
-
-@pytest.fixture
-def suite(process, tmp_path):
-    """Runs cases by a function's name: the exit code, and all cases of the report."""
-
-    def run(plugin: str, function: str, *params: str) -> tuple[int, list[dict]]:
-        report = tmp_path / "report.json"
-        options = [f"--core-plugin={plugin}", f"--core-plugin-report={report}", "-k", function]
-        options += [f"--core-plugin-params={param}" for param in params]
-        code = process.submit(testing.run, options).result(timeout=120)
-        return code, json.loads(report.read_text())["cases"]
-
-    return run
 
 
 def results(cases: list[dict], name: str) -> set[str]:

@@ -1,90 +1,23 @@
-"""Runs that something happens to, started quickly."""
+"""Runs that something happens to."""
 
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import signal
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
-
-sys.path.append(str(Path(__file__).parent))
-from forked_command import run_command
-
-WARM = (
-    "core_plugin.builtin.agent",
-    "core_plugin.builtin.decoder_model",
-    "core_plugin.cli",
-    "core_plugin.training.worker",
-    "core_plugin_ddp.plugin",
-    "core_plugin_fsdp2.plugin",
-    "torch._dynamo",
-    "torch.distributed.checkpoint",
-    "torch.distributed.fsdp",
-)
-
-
-def children(pid: int) -> list[int]:
-    """The processes that one has started."""
-    with contextlib.suppress(FileNotFoundError):
-        return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
-    return []
-
-
-class Command:
-    """The command in a process that is forked from one where everything is imported already.
-
-    It leads a session of its own, as a command does that a shell or a scheduler starts.
-    """
-
-    def __init__(
-        self, arguments: list[str], directory: Path, environment: Mapping[str, str], file: Path
-    ) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(list(WARM))
-        self._file = file
-        self._process = context.Process(
-            target=run_command, args=(arguments, directory, dict(environment), file)
-        )
-        self._process.start()
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def output(self) -> str:
-        return self._file.read_text() if self._file.exists() else ""
-
-    def workers(self) -> list[int]:
-        """The processes that it started, in the order of their ranks."""
-        return children(self.pid)
-
-    def wait(self, seconds: float = 60) -> tuple[int, str]:
-        """The exit code, as a shell tells it, and all that was printed."""
-        self._process.join(seconds)
-        code = self._process.exitcode
-        assert code is not None, f"it did not end within {seconds} s:\n{self.output}"
-        return 128 - code if code < 0 else code, self.output
-
-    def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
-        self._process.join()
+from forked_command import Command, children
 
 
 class Faulty:
-    """Starts runs of a workspace, and ends what is left of them."""
+    """Starts runs of a workspace."""
 
     def __init__(self, workspace: Any) -> None:
         self.workspace = workspace
-        self._started: list[Command] = []
 
     def job(self, strategy: str = "ddp", **changes: Any) -> dict[str, Any]:
         """Six quick steps, with a checkpoint after every second one."""
@@ -111,11 +44,7 @@ class Faulty:
         **environment: str,
     ) -> Command:
         file = self.workspace.write(document, ranks, directory)
-        output = self.workspace.path / f"output-{len(self._started)}"
-        environment = self.workspace.environment | environment
-        command = Command(["train", str(file), *options], self.workspace.path, environment, output)
-        self._started.append(command)
-        return command
+        return self.workspace.start(["train", str(file), *options], **environment)
 
     def train(self, *arguments: Any, **keywords: Any) -> list[dict[str, float]]:
         """The metrics of a run that must succeed."""
@@ -142,13 +71,7 @@ class Faulty:
             time.sleep(0.02)
         return bool(true)
 
-    def end(self) -> None:
-        for command in self._started:
-            command.kill()
-
 
 @pytest.fixture
-def faulty(workspace: Any) -> Iterator[Faulty]:
-    faulty = Faulty(workspace)
-    yield faulty
-    faulty.end()
+def faulty(workspace: Any) -> Faulty:
+    return Faulty(workspace)

@@ -29,7 +29,7 @@ def test_a_run_that_is_interrupted_at_random_ends_as_if_it_had_not_been(faulty, 
             try:
                 run.complete()
             finally:
-                faulty.end()
+                faulty.workspace.end()
                 print(f"seed {seed}: {', '.join(run.ends)}")
     except BaseException as error:
         error.add_note(f"seed {seed}: {plan}\nthis run again: nox -s faults -- {seed}")

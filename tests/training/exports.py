@@ -1,4 +1,4 @@
-"""What the tests of exports share: runs by the real command, and reading without core-plugin."""
+"""What the tests of exports share: runs, the real command, and reading without core-plugin."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
+from forked_command import run_command
 
 TOKENS = torch.arange(32).reshape(2, 16) * 7 % 300
 MODEL = {"name": "decoder", "hidden_size": 16, "layers": 2, "heads": 2}
@@ -56,7 +57,8 @@ def train(path: Path, name: str, ranks: int, **parts: object) -> Path:
     }
     file = path / f"{name}.yaml"
     file.write_text(json.dumps(job))
-    code, output = command(path, "train", file)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    code, output = run_command(["train", str(file)], path, environment)
     assert code == 0, output
     return path / name
 

@@ -27,23 +27,12 @@ def start_ranks(workspace, file: Path, variables, *, options=None, directories=N
     """Start each rank by itself, as a cluster's own launcher does; they may differ."""
     options = options or [[]] * len(variables)
     directories = directories or [workspace.path] * len(variables)
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "core_plugin", "train", str(file), *options[rank]],
-            cwd=directories[rank],
-            env=workspace.environment | of_rank,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank, of_rank in enumerate(variables)
+    ranks = [
+        workspace.start(["train", str(file), *more], directory, **of_rank)
+        for more, directory, of_rank in zip(options, directories, variables, strict=True)
     ]
-    try:
-        outputs = [p.communicate(timeout=90)[0] for p in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    return [p.returncode for p in processes], outputs
+    ended = [rank.wait(90) for rank in ranks]
+    return [code for code, _ in ended], [output for _, output in ended]
 
 
 def test_ranks_with_different_configurations_end_with_a_table(workspace):

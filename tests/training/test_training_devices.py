@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-MUON = {"name": "muon", "lr": 3e-3}
+MUON = {"name": "muon", "lr": 3e-3, "ns_dtype": "float32"}
 LORA = {"name": "lora", "r": 2, "target_modules": "all-linear"}
 
 

@@ -7,7 +7,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import time
 
 import pytest
@@ -75,17 +74,13 @@ def test_a_kill_at_a_random_moment_loses_nothing(workspace, seed):
     document["checkpoint"]["every"] = 1
     expected = workspace.train(document, 2, directory="undisturbed")
     moment = random.Random(seed)
-    process = workspace.start(["train", str(workspace.write(document, 2, "run"))])
-    try:
-        deadline = time.monotonic() + 60
-        target = moment.randrange(1, 5)
-        while len(workspace.checkpoints()) < target and time.monotonic() < deadline:
-            time.sleep(0.001)
-        time.sleep(moment.random() * 0.05)
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-    subprocess.run(["pkill", "-9", "-f", str(workspace.path)], check=False)
+    command = workspace.start(["train", str(workspace.write(document, 2, "run"))])
+    deadline = time.monotonic() + 60
+    target = moment.randrange(1, 5)
+    while len(workspace.checkpoints()) < target and time.monotonic() < deadline:
+        time.sleep(0.001)
+    time.sleep(moment.random() * 0.05)
+    command.kill()
     resumed = workspace.train(document, 2, "--resume")
     assert [m["loss"] for m in resumed] == [m["loss"] for m in expected]
     assert_same_bits(final_state(workspace), final_state(workspace, "undisturbed"))
@@ -143,13 +138,13 @@ def test_ctrl_c_in_a_terminal_saves_on_every_rank(workspace):
     document = job(workspace, "fsdp2")
     document["train"] = {**STEPS, "steps": 100_000}
     document["checkpoint"] = {}
-    process = workspace.start(["train", str(workspace.write(document, 2, "run"))])
+    command = workspace.start(["train", str(workspace.write(document, 2, "run"))])
     deadline = time.monotonic() + 60
     while len(workspace.metrics()) < 3 and time.monotonic() < deadline:
         time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 130, output
+    os.killpg(command.pid, signal.SIGINT)
+    code, output = command.wait(60)
+    assert code == 130, output
     assert "--resume" in output
     assert "Traceback" not in output
     (saved,) = workspace.checkpoints()

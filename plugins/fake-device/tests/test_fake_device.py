@@ -1,16 +1,11 @@
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-DIRECTORY = Path(__file__).parent
+from core_plugin.testing.children import run_script
 
-
-def run(program: str, *arguments: str) -> None:
-    command = [sys.executable, "-W", "error", str(DIRECTORY / program), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+PROCESSES = Path(__file__).with_name("fake_processes.py")
+COLLECTIVES = Path(__file__).with_name("fake_collectives.py")
 
 
 @pytest.mark.parametrize(
@@ -34,7 +29,7 @@ def run(program: str, *arguments: str) -> None:
     ],
 )
 def test_the_device(scenario: str) -> None:
-    run("fake_processes.py", scenario)
+    run_script(PROCESSES, scenario)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +41,7 @@ def test_the_device(scenario: str) -> None:
     ],
 )
 def test_the_work_of_collectives(scenario: str) -> None:
-    run("fake_collectives.py", scenario)
+    run_script(COLLECTIVES, scenario)
 
 
 @pytest.mark.parametrize(
@@ -61,4 +56,4 @@ def test_the_work_of_collectives(scenario: str) -> None:
     ],
 )
 def test_the_collective_library(scenario: str) -> None:
-    run("fake_collectives.py", scenario, "2")
+    run_script(COLLECTIVES, scenario, 2)

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import runpy
+import signal
 import subprocess
 import sys
+import tempfile
 import traceback
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from core_plugin.testing.processes import forks
 
 RETURNED, RAISED, WRONG = 0, 1, 2
 """The exit codes of a forked process; ``RAISED`` is multiprocessing's own."""
@@ -44,6 +52,47 @@ def run_python(program: str, *arguments: str, autoload: bool = False, seconds: f
         raise AssertionError(f"a new process did not end within {seconds:g} s") from error
     assert ended.returncode == 0, f"exit code {ended.returncode}: {ended.stderr[-2000:]}"
     return ended.stdout
+
+
+def run_script(script: Path, *arguments: object, seconds: float = 120) -> str:
+    """Run a script as ``python -W error`` does, but forked from a process that has torch.
+
+    Args:
+        script: The file.
+        arguments: Its ``sys.argv[1:]``.
+        seconds: How long it may take. What it has started is ended with it.
+
+    Returns:
+        What it prints.
+
+    Raises:
+        AssertionError: It fails, with what it printed, or it does not end in time.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory, "output")
+        file.touch()
+        process = forks().Process(target=_script, args=(str(script), arguments, file))
+        process.start()
+        process.join(seconds)
+        code, output = process.exitcode, file.read_text(errors="replace")
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid or 0, signal.SIGKILL)
+        process.kill()
+        process.join()
+    assert code is not None, f"{script.name} did not end within {seconds:g} s: {output[-2000:]}"
+    assert code == 0, f"exit code {code}: {output}"
+    return output
+
+
+def _script(script: str, arguments: Sequence[object], file: Path) -> None:
+    os.setsid()
+    output = os.open(file, os.O_WRONLY)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    warnings.simplefilter("error")
+    sys.argv = [script, *map(str, arguments)]
+    sys.path.insert(0, os.path.dirname(script))
+    runpy.run_path(script, run_name="__main__")
 
 
 def exit_code_of_fork(function: Callable[[], object], seconds: float = 20) -> int | None:

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -28,8 +29,8 @@ PRELOAD = [
     "torch._dynamo",  # which the first optimizer imports
     "torch.distributed.fsdp",
     "core_plugin.adapters",
-    "core_plugin.state",
-    "core_plugin.types",
+    "core_plugin.cli",
+    "core_plugin.training.worker",
 ]
 """What takes long to import, and is imported once for all processes."""
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
@@ -91,9 +92,7 @@ class Team:
     def __init__(self, subject: Subject, size: int, grouped: bool) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix="core-plugin-test-"))
         self._cases = 0
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
-        _start_server()
+        context = forks()
         store = self._directory / "store" if grouped else None
         self._connections: list[Connection] = []
         self._processes = []
@@ -174,11 +173,13 @@ class Team:
 _starting = threading.Lock()
 
 
-def _start_server() -> None:
-    """Start the process that the others are forked from, unless it runs.
+def forks() -> ForkServerContext:
+    """The context of processes that are forked from one which has imported what takes long.
 
-    Devices that torch would load by itself are left out: a case begins without them.
+    Devices that torch would load by itself are left out: a process begins without them.
     """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
     with _starting:
         before = os.environ.get(AUTOLOAD)
         os.environ[AUTOLOAD] = "0"
@@ -188,6 +189,7 @@ def _start_server() -> None:
             del os.environ[AUTOLOAD]
             if before is not None:
                 os.environ[AUTOLOAD] = before
+    return context
 
 
 def _exit_told(code: int | None) -> str:
