@@ -67,14 +67,16 @@ class Agent(LocalElasticAgent):
             importlib.import_module("torch._dynamo")  # every optimizer does, and it is slow
         run_id = f"core-plugin-{secrets.token_hex(8)}"
         meeting = RendezvousParameters("c10d", "127.0.0.1:0", run_id, 1, 1, local_addr="127.0.0.1")
+        shared = multiprocessing.get_context(start_method)
+        self._all_started = shared.RawValue("b", 0)
         # Once all have finished, torch looks at them; until then only this class does.
-        self._finished = multiprocessing.get_context(start_method).RawArray("b", processes)
+        self._finished = shared.RawArray("b", processes)
         spec = WorkerSpec(
             role="default",
             local_world_size=processes,
             rdzv_handler=rendezvous.get_rendezvous_handler(meeting),
             entrypoint=_work,
-            args=(worker, self._finished),
+            args=(worker, self._all_started, self._finished),
             max_restarts=max_restarts,
             monitor_interval=0.001,  # the wait is in _monitor_workers
             local_addr="127.0.0.1",
@@ -111,10 +113,12 @@ class Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._failure = 0
+        self._all_started.value = 0
         self._finished[:] = [0] * len(self._finished)
         signal.pthread_sigmask(signal.SIG_BLOCK, ASKING)  # a forked worker has _ask until it starts
         try:
             ids: dict[int, Any] = super()._start_workers(worker_group)
+            self._all_started.value = 1
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKING)
         self._workers = self._pcontext._pc.processes  # type: ignore[union-attr]
@@ -186,7 +190,12 @@ class Agent(LocalElasticAgent):
             worker.join(LAST_WORDS)
 
 
-def _work(worker: Callable[[], int], finished: Any) -> None:
+def _work(worker: Callable[[], int], all_started: Any, finished: Any) -> None:
+    # For each worker that connects, a thread of the agent's store looks its address up, under a
+    # lock of the C library that a process which is forked meanwhile would wait for forever.
+    agent = multiprocessing.parent_process()
+    while not all_started.value and agent and agent.is_alive():
+        time.sleep(0.001)
     if code := worker():
         sys.exit(code)
     for number in ASKING:  # torch's agent hangs if one ends it from here
