@@ -237,5 +237,5 @@ def test_sizes_out_of_range_are_named(config, message):
 
 
 def test_all_ranges_are_reported_at_once():
-    with pytest.raises(ConfigError, match=r"layers .* got 0; .*norm_eps .* got 2"):
+    with pytest.raises(ConfigError, match=r"layers .* got 0\n.*norm_eps .* got 2"):
         make_params(layers=0, norm_eps=2)

@@ -41,6 +41,32 @@ class Params:
 def optimizer(model, params: Params):
     """Steps [carefully]."""
 '''
+SCHEDULER = '''
+from dataclasses import dataclass
+
+@dataclass(frozen=True)
+class Base:
+    ratio: float = 0.1
+    """Where it ends,
+    as a share of what it begins with.
+    """
+
+@dataclass(frozen=True)
+class Params(Base):
+    """How it falls.
+
+    Attributes:
+        end (int or None): The last step:
+            none for the run's.
+
+    What comes after: is no attribute.
+    """
+
+    end: int | None = None
+
+def line(optimizer, params: Params, *, steps):
+    """Falls."""
+'''
 RUN = {
     "data": {"name": "text", "path": "x"},
     "hooks": [],
@@ -136,12 +162,11 @@ def test_listing_imports_no_plugin(acme, command_line) -> None:
 
 
 def test_info_shows_where_a_plugin_is_from_and_its_parameters(acme, command_line) -> None:
-    for name in ("acme", "optimizer/acme", "acme-dist:acme", "optimizer/acme-dist:acme"):
-        code, out, _ = command_line("info", name)
-        assert code == 0
-        assert re.match(
-            rf"optimizer {re.escape(name.rpartition('/')[2])} +acme_opt:optimizer of ", out
-        )
+    for before in ("", "optimizer/", "optimizer:"):
+        for name in ("acme", "acme-dist:acme"):
+            code, out, _ = command_line("info", before + name)
+            assert code == 0
+            assert re.match(rf"optimizer {name} +acme_opt:optimizer of ", out)
         assert "acme-dist 1.2" in out
     assert "Steps [carefully]." in out
     assert "lr: The rate [1/step]." in out
@@ -167,6 +192,7 @@ def test_info_shows_all_types_that_have_the_name(command_line) -> None:
     [
         ("adamv", "no plugin is called 'adamv'; did you mean adamw"),
         ("optimizer/cosine", "no plugin is called 'optimizer/cosine'; installed: "),
+        ("optimizer:cosine", "no plugin is called 'optimizer:cosine'; installed: "),
         ("optimiser/adamw", "there is no plugin type 'optimiser'; the types are "),
         ("none-such:adamw", "no OptimizerPlugin is called 'none-such:adamw'"),
     ],
@@ -294,6 +320,37 @@ def test_the_schema_leaves_out_what_does_not_load_and_names_conflicts_apart(
     assert valid(schema, RUN | {"optimizer": "in_process"})
 
 
+def described(schema) -> dict[str, str]:
+    return {name: one.get("description") for name, one in schema["properties"].items()}
+
+
+def test_the_schema_describes_every_key_as_the_docstrings_do(environment) -> None:
+    modules = {"acme_opt.py": OPTIMIZER, "acme_sched.py": SCHEDULER}
+    plugins = {"optimizer": "acme = acme_opt:optimizer", "scheduler": "acme = acme_sched:line"}
+    environment.site().add("acme-dist", modules=modules, **plugins)
+    schema = run_schema()["properties"]
+    train = described(schema["train"])
+    assert train["steps"] == "Optimizer steps."
+    assert train["hang_timeout"] == (
+        "Seconds without progress after which the run ends and says which rank is where; null "
+        "waits for ever."
+    )
+    assert all(train.values())
+    assert all(described(schema["checkpoint"]).values())
+    assert schema["train"]["description"] == "How long and how to train."
+    optimizer, scheduler = (
+        next(one for one in schema[key]["anyOf"] if "acme" in str(one.get("properties")))
+        for key in ("optimizer", "scheduler")
+    )
+    assert described(optimizer) | {"inner": None} == {
+        "name": "Steps [carefully].",
+        "lr": "The rate [1/step].",
+        **dict.fromkeys(("kind", "betas", "inner", "names")),
+    }
+    assert described(scheduler)["ratio"] == "Where it ends, as a share of what it begins with."
+    assert described(scheduler)["end"] == "The last step: none for the run's."
+
+
 def test_validate_says_whether_a_file_is_valid(run_file, command_line) -> None:
     code, out, err = command_line("validate", run_file(), "optimizer=sgd", "train.seed=2")
     assert (code, err) == (0, "")
@@ -315,6 +372,48 @@ def test_validate_tells_every_fault(run_file, command_line) -> None:
     assert code == 2
     assert json.loads(out)["valid"] is False
     assert len(json.loads(out)["faults"]) == 3
+
+
+def faults_told(command_line, file, *overrides) -> list[str]:
+    code, out, _ = command_line("validate", file, *overrides, "--json")
+    assert code == 2
+    return [fault.replace(f"{file}", "run.yaml") for fault in json.loads(out)["faults"]]
+
+
+def test_what_the_parameters_themselves_object_to_is_told_where_the_value_is(
+    tmp_path, command_line
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "data: {name: text, path: x}\nhooks: []\ntrain:\n  steps: 3\n"
+        "  micro_batch_size: 1\nscheduler: {name: cosine}\n"
+    )
+
+    def told(*overrides):
+        return faults_told(command_line, file, *overrides)
+
+    assert told("train.steps=0", "train.log_every=0") == [
+        "override 'train.steps=0': train: steps must be at least 1, got 0",
+        "override 'train.log_every=0': train: log_every must be at least 1, got 0",
+    ]
+    assert told("optimizer.lr=-1") == [
+        "override 'optimizer.lr=-1': optimizer: lr must be above 0, got -1.0"
+    ]
+    assert told("train.global_batch_size=4", "train.micro_batch_size=8") == [
+        "override 'train.micro_batch_size=8', override 'train.global_batch_size=4': "
+        "train: micro_batch_size (8) is larger than global_batch_size (4)"
+    ]
+    assert told("train={steps: 3, global_batch_size: 0}")[0].startswith(
+        "override 'train={steps: 3, global_batch_size: 0}': train: global_batch_size must be"
+    )
+    (fault,) = told("scheduler.warmup_steps=7")
+    assert fault.startswith("override 'scheduler.warmup_steps=7': scheduler: warmup_steps")
+    file.write_text(file.read_text().replace("micro_batch_size: 1", "micro_batch_size: 16"))
+    larger = "train: micro_batch_size (16) is larger than global_batch_size"
+    assert told() == [f"run.yaml:5: {larger} (8)"]
+    assert told("train.global_batch_size=4") == [
+        f"run.yaml:5, override 'train.global_batch_size=4': {larger} (4)"
+    ]
 
 
 def test_a_fault_of_several_lines_stays_one_in_json(environment, run_file, command_line) -> None:
@@ -371,6 +470,36 @@ def test_debug_shows_the_traceback_and_the_plugins_own(environment, run_file) ->
     assert debug.returncode != 0
     assert "bad_opt.py" in debug.stderr
     assert "ConfigError" in debug.stderr
+
+
+FAULTY = """
+from dataclasses import dataclass
+
+@dataclass(frozen=True)
+class Params:
+    lr: float = 1.0
+
+    def faults(self, run):
+        return [1 / (self.lr - 1.0)]
+
+def optimizer(model, params: Params):
+    pass
+"""
+
+
+def test_a_bug_in_a_plugin_is_told_with_the_plugin_and_the_place(environment, run_file) -> None:
+    site = environment.site()
+    site.add("acme", optimizer="acme = acme_opt:optimizer", modules={"acme_opt.py": FAULTY})
+    file = str(run_file(optimizer="acme"))
+    quiet = environment.run("-m", "core_plugin", "validate", file)
+    debug = environment.run("-m", "core_plugin", "--debug", "validate", file)
+    assert (quiet.returncode, debug.returncode) == (1, 1)
+    assert quiet.stderr == (
+        f"error: {site.path}/acme_opt.py:9: optimizer 'acme' of acme 1.0: "
+        "ZeroDivisionError: float division by zero\nrun with --debug for the traceback\n"
+    )
+    assert "Traceback" in debug.stderr
+    assert "return [1 / (self.lr - 1.0)]" in debug.stderr
 
 
 def test_a_list_that_names_nothing_is_a_warning_of_one_line(environment, run_file) -> None:

@@ -180,6 +180,17 @@ SECTIONS: Mapping[str, type] = {
 }
 
 
+def split_name(text: str) -> tuple[str, str]:
+    """The plugin type and the name in ``type:name`` or ``type/name``, as commands are given them.
+
+    The type is empty if there is none. A name may be a qualified one, ``distribution:name``.
+    """
+    before, slash, after = text.partition("/")
+    if not slash:
+        before, _, after = text.partition(":")
+    return (before, after) if slash or before in PLUGIN_TYPES else ("", text)
+
+
 @dataclasses.dataclass(frozen=True)
 class Selection:
     """A plugin that the run names, with its parameters."""
@@ -403,8 +414,9 @@ def _combination_faults(run: RunConfig) -> Iterator[str]:
     """
     for selection in (s for chosen in run.selections.values() for s in chosen):
         check = getattr(selection.params, "faults", None)
+        fields = [field.name for field in dataclasses.fields(selection.params)]
         for fault in _as_strings(check(run)) if callable(check) else ():
-            yield selection.origin.fault(fault)
+            yield selection.origin.fault(fault, fields=fields)
     launcher, strategy = run["launcher"], run["distributed"]
     processes = launcher.implementation.processes(launcher.params)
     if processes > 1 and not strategy.implementation.capabilities.multiple_processes:

@@ -6,13 +6,16 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import re
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import pydantic_core
 from pydantic import PydanticUserError, TypeAdapter, ValidationError
+from pydantic.json_schema import GenerateJsonSchema
 
+from core_plugin import docstrings
 from core_plugin.errors import ConfigError, PluginContractError
 
 T = TypeVar("T")
@@ -20,6 +23,8 @@ Path = tuple[str | int, ...]
 
 _NAMES_A_KEY = ("missing", "unexpected_keyword_argument")
 """The faults of pydantic whose location ends with a key that need not be in the configuration."""
+_OF_THE_WHOLE = ("value_error", "assertion_error")
+"""The faults that a dataclass has found itself, in its ``__post_init__``."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,9 +41,19 @@ class Origin:
         inside = {p[depth:]: place for p, place in self.places.items() if p[:depth] == keys}
         return Origin(_dotted(self.path, *keys), {(): self._place(keys), **inside})
 
-    def fault(self, message: str, at: Path = ()) -> str:
-        """The message with the place of the part ``at`` before it: ``file:line: path: message``."""
-        return ": ".join(filter(None, (self._place(at), _dotted(self.path, *at), message)))
+    def fault(self, message: str, at: Path = (), fields: Iterable[str] = ()) -> str:
+        """The message with its place before it: ``file:line: path: message``.
+
+        Args:
+            message: What is wrong.
+            at: The part that it is about.
+            fields: The names of that part's own parts. The places of those that the message names
+                go before the part's own, as what is wrong is in one of them.
+        """
+        named = [(*at, word) for word in re.findall(r"\w+", message) if word in fields]
+        places = dict.fromkeys(self.places[part] for part in named if part in self.places)
+        where = ", ".join(places) or self._place(at)
+        return ": ".join(filter(None, (where, _dotted(self.path, *at), message)))
 
     def _place(self, at: Path) -> str:
         """The place of a part, or of what it would be in."""
@@ -73,33 +88,59 @@ def parse_params(config: Any, params_type: type[T], origin: Origin) -> T:
 
 
 def json_schema(params_type: Any) -> dict[str, Any]:
-    """The JSON schema of a parameter dataclass; unknown fields are refused by it too."""
-    schema = _adapter(params_type).json_schema()
-    for part in (schema, *schema.get("$defs", {}).values()):
-        if "properties" in part:
-            part["additionalProperties"] = False
-    for field in dataclasses.fields(params_type):
-        if not field.init:
-            schema["properties"].pop(field.name, None)
-    return schema
+    """The JSON schema of a parameter dataclass; unknown fields are refused by it too.
+
+    What the docstrings say of the fields is their description.
+    """
+    return _adapter(params_type).json_schema(schema_generator=_Schema)
+
+
+class _Schema(GenerateJsonSchema):
+    """pydantic's schema of a dataclass, held to what the dataclass is made from, and described."""
+
+    def dataclass_schema(self, schema: Any) -> dict[str, Any]:
+        params_type = schema["cls"]
+        made = super().dataclass_schema(schema)
+        fields = {f.name: f for f in dataclasses.fields(params_type)}
+        properties = {n: p for n, p in made.get("properties", {}).items() if fields[n].init}
+        for name, text in docstrings.of_fields(params_type).items():
+            if name in properties:
+                properties[name]["description"] = text
+        made |= {"properties": properties, "additionalProperties": False}
+        if "description" in made:
+            made["description"] = made["description"].partition("\n\nAttributes:")[0]
+        return made
 
 
 def require(*rules: tuple[bool, str]) -> None:
     """Hold a dataclass to rules: pairs of what must be true and how to say it, with the value.
 
-    For a ``Params``' ``__post_init__``, so that all faults are told at once.
+    For a ``Params``' ``__post_init__``, so that all faults are told at once. A message that names
+    the fields it is about is told with their lines.
 
     Raises:
         ValueError: With the messages of all rules that do not hold.
     """
     broken = [message for holds, message in rules if not holds]
     if broken:
-        raise ValueError("; ".join(broken))
+        raise _BrokenRulesError(*broken)
+
+
+class _BrokenRulesError(ValueError):
+    def __str__(self) -> str:
+        return "; ".join(self.args)
 
 
 def near(name: str, names: Iterable[str]) -> str:
-    """The names that are close to a mistyped one, for "did you mean ...?"; empty if none is."""
-    return " or ".join(difflib.get_close_matches(str(name), list(names), n=3, cutoff=0.6))
+    """The names that are close to a mistyped one, for "did you mean ...?"; empty if none is.
+
+    Upper and lower case are alike.
+    """
+    spelt: dict[str, list[str]] = {}
+    for one in names:
+        spelt.setdefault(one.casefold(), []).append(one)
+    close = difflib.get_close_matches(str(name).casefold(), spelt, n=3, cutoff=0.6)
+    return " or ".join(one for folded in close for one in spelt[folded])
 
 
 def _as_json(config: Mapping[str, Any], origin: Origin) -> bytes:
@@ -138,10 +179,16 @@ def _faults(
 ) -> list[str]:
     """One message for each part that is wrong; the members of a union are told together."""
     messages: dict[Path, dict[str, Any]] = {}
+    broken: list[str] = []
     for fault in error.errors(include_url=False):
-        part = messages.setdefault(_part(fault, config), {})
-        part[_message(fault, params_type)] = fault
-    return [
+        path = _part(fault, config)
+        if fault["type"] in _OF_THE_WHOLE:
+            raised, fields = fault["ctx"]["error"], _field_names(params_type, fault["loc"])
+            rules = raised.args if isinstance(raised, _BrokenRulesError) else [str(raised)]
+            broken += [origin.fault(rule, path, fields) for rule in rules]
+        else:
+            messages.setdefault(path, {})[_message(fault, params_type)] = fault
+    return broken + [
         origin.fault(" or ".join(texts) + _got(next(iter(texts.values()))), path)
         for path, texts in messages.items()
     ]
@@ -155,8 +202,6 @@ def _message(fault: Any, params_type: type) -> str:
         close = near(fault["loc"][-1], names)
         hint = f"did you mean {close}?" if close else f"known are {', '.join(names) or 'none'}"
         return f"is not a known parameter; {hint}"
-    if fault["type"] in ("value_error", "assertion_error"):
-        return str(fault["ctx"]["error"])
     message: str = fault["msg"].replace("Input should", "must")
     for of_json, of_yaml in (("valid array", "list"), ("an object", "a mapping")):
         message = message.replace(of_json, of_yaml)
@@ -164,8 +209,7 @@ def _message(fault: Any, params_type: type) -> str:
 
 
 def _got(fault: Any) -> str:
-    says_it = (*_NAMES_A_KEY, "value_error", "assertion_error")
-    return "" if fault["type"] in says_it else f", got {fault['input']!r}"
+    return "" if fault["type"] in _NAMES_A_KEY else f", got {fault['input']!r}"
 
 
 def _part(fault: Any, config: Any) -> Path:

@@ -61,6 +61,8 @@ class Registration:
 class Resolved:
     """An implementation that was loaded and fulfils its type's contract."""
 
+    route: BasePlugin
+    """The first one that asked for it."""
     implementation: Any
     registration: Registration
 
@@ -225,6 +227,11 @@ class BasePlugin:
         installed = {c.name for c in discovery.scan().group(cls.group()) if not c.shadowed_by}
         return sorted(installed | set(cls._registered))
 
+    @classmethod
+    def loaded(cls) -> list[Resolved]:
+        """What has been resolved in this process."""
+        return [one for one in cls._outcomes.values() if isinstance(one, Resolved)]
+
     def resolve(self) -> Any:
         """The implementation itself: loaded at most once, and checked against the contract.
 
@@ -302,7 +309,7 @@ class BasePlugin:
                 f"{self!r} ({registration.origin}) is not what {type(self).__name__} asks for:"
                 + "".join(f"\n  - {fault}" for fault in faults)
             )
-        return Resolved(implementation, registration)
+        return Resolved(self, implementation, registration)
 
     def _described(self) -> str:
         return f"{self!r} ({self.registration().origin})"

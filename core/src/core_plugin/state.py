@@ -234,14 +234,8 @@ def load(model: nn.Module, optimizer: Optimizer, directory: Path, *, include_fro
 
     Everything is compared by name and shape first, so that a fault changes nothing.
     """
-    metadata = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
-    plain = json.loads((directory / OPTIMIZER_FILE).read_text(encoding="utf-8"))
-    state = _state_like(model, optimizer, plain["state"], metadata)
-    tensors = _checkpoint_tensors(model, include_frozen)
-    for name, entries in state.items():
-        for key in plain["state"][name]["tensors"]:
-            tensors[f"optimizer.{name}.{key}"] = entries[key]
-    faults = _differences(tensors, metadata) + _group_differences(model, optimizer, plain["groups"])
+    plain = _plain_in(directory)
+    tensors, state, faults = _matched(model, optimizer, directory, plain, include_frozen)
     if faults:
         raise CheckpointError(f"{directory} does not fit the run:\n  " + "\n  ".join(faults))
     with _torch_errors(f"{directory} cannot be read"):
@@ -253,6 +247,37 @@ def load(model: nn.Module, optimizer: Optimizer, directory: Path, *, include_fro
         for key, value in saved["options"].items():
             if key not in KERNEL_OPTIONS:
                 _restore_option(group, key, value)
+
+
+def misfits(
+    model: nn.Module, optimizer: Optimizer, directory: Path, *, include_frozen: bool
+) -> list[str]:
+    """For what :func:`load` would refuse a checkpoint, by names and shapes; nothing is changed."""
+    _, _, faults = _matched(model, optimizer, directory, _plain_in(directory), include_frozen)
+    return faults
+
+
+def _plain_in(directory: Path) -> dict[str, Any]:
+    """What a checkpoint has of the optimizer that is no tensor."""
+    return json.loads((directory / OPTIMIZER_FILE).read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+
+
+def _matched(
+    model: nn.Module,
+    optimizer: Optimizer,
+    directory: Path,
+    plain: Mapping[str, Any],
+    include_frozen: bool,
+) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]], list[str]]:
+    """What a checkpoint is read into: all tensors by name, the optimizer's; and what differs."""
+    metadata = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
+    state = _state_like(model, optimizer, plain["state"], metadata)
+    tensors = _checkpoint_tensors(model, include_frozen)
+    for name, entries in state.items():
+        for key in plain["state"][name]["tensors"]:
+            tensors[f"optimizer.{name}.{key}"] = entries[key]
+    faults = _differences(tensors, metadata) + _group_differences(model, optimizer, plain["groups"])
+    return tensors, state, faults
 
 
 def load_model(model: nn.Module, directory: Path, *, include_frozen: bool) -> None:

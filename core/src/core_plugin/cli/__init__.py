@@ -19,7 +19,7 @@ from core_plugin.cli import (
     train,
     validate,
 )
-from core_plugin.cli.arguments import Debug
+from core_plugin.cli.arguments import Debug, wants_tracebacks
 
 app = typer.Typer(
     help="Train with PyTorch: one YAML file, every part of it a plugin.",
@@ -54,19 +54,26 @@ def _options(
     ] = False,
     debug: Debug = False,
 ) -> None:
-    pass  # --debug is looked for by main, wherever it stands
+    pass  # --debug is looked for wherever it stands
 
 
 def main() -> None:
-    """Run the command line; a user's mistake is a message without a traceback."""
+    """Run the command line; what goes wrong is a message, with a traceback only if asked for."""
     warnings.showwarning = _show_warning
     try:
         app()
     except CorePluginError as error:
-        if "--debug" in sys.argv:
+        if wants_tracebacks():
             raise
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except Exception as error:
+        if wants_tracebacks():
+            raise
+        from core_plugin.training import blame
+
+        print(f"error: {blame.told(error)}\n{blame.HINT}", file=sys.stderr)
+        sys.exit(1)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)

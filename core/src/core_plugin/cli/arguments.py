@@ -1,5 +1,6 @@
 """Arguments that several commands have."""
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -15,3 +16,8 @@ Overrides = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
+
+
+def wants_tracebacks() -> bool:
+    """Whether ``--debug`` was given, before the command or after it."""
+    return "--debug" in sys.argv

@@ -116,7 +116,10 @@ def verify(
 def prune(
     run: Run,
     keep: Annotated[
-        int, typer.Option(min=1, help="How many of the newest to keep.", show_default=False)
+        int,
+        typer.Option(
+            min=1, help="How many of the newest to keep, beside the best.", show_default=False
+        ),
     ],
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be removed, and remove nothing.")
@@ -124,8 +127,11 @@ def prune(
 ) -> None:
     """Remove a run's checkpoints but for the newest and the best, and what interrupted saves left.
 
-    Checkpoints are verified first: broken ones do not count as kept, and are left alone, unless a
-    run has set them aside.
+    Kept are the --keep newest ones and the one with the lowest loss. They are verified first: one
+    that is found to be broken does not count, and is left alone.
+
+    Removed are, in this order: all others, the oldest first; broken ones that a run has set aside;
+    and what interrupted saves left, unless it has changed within the last hour.
     """
     directory = _checkpoints_of(run)
     checkpoints = saved.listed(directory)

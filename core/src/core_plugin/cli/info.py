@@ -18,7 +18,7 @@ def info(
     name: Annotated[
         str,
         typer.Argument(
-            help="A plugin's name, such as fsdp2, optimizer/muon or acme:muon.",
+            help="A plugin's name, such as fsdp2, optimizer:muon or acme:muon.",
             show_default=False,
         ),
     ],
@@ -53,14 +53,14 @@ def _print(plugin: dict[str, Any]) -> None:
 
 
 def _routes(name: str) -> list[BasePlugin]:
-    """The plugins of the name, in all types or in the one before a slash."""
-    wanted, slash, plain = name.rpartition("/")
+    """The plugins of the name, in all types or in the one before it."""
+    wanted, plain = config.split_name(name)
     types = {slot.plugin_type.type_name: slot.plugin_type for slot in config.SLOTS.values()}
-    if slash and wanted not in types:
+    if wanted and wanted not in types:
         raise PluginNotFoundError(
             f"there is no plugin type {wanted!r}; the types are {', '.join(types)}"
         )
-    chosen = [types[wanted]] if slash else list(types.values())
+    chosen = [types[wanted]] if wanted else list(types.values())
     bare = plain.rpartition(":")[2]
     routes = [t(plain) for t in chosen if bare in t.names()]
     if not routes:

@@ -1,5 +1,6 @@
 """``core-plugin schema``."""
 
+import inspect
 import json
 import sys
 from typing import Any
@@ -45,10 +46,11 @@ def _slot_schema(slot: config.Slot, definitions: dict[str, Any]) -> dict[str, An
     """A name, or a mapping with one of the names and its parameters; a list of them, or null."""
     bare: list[str] = []
     alternatives: list[dict[str, Any]] = [{"enum": bare}]
-    for names, params_type in _spellings(slot.plugin_type):
+    for names, route in _spellings(slot.plugin_type):
         prefix = f"{slot.plugin_type.type_name}.{names[0]}"
-        one = _inlined(params.json_schema(params_type), definitions, prefix)
-        one["properties"] = {"name": {"enum": names}} | one["properties"]
+        one = _inlined(params.json_schema(route.params_type()), definitions, prefix)
+        says = (inspect.getdoc(route.resolve()) or "").partition("\n\n")[0].replace("\n", " ")
+        one["properties"] = {"name": {"enum": names, "description": says}} | one["properties"]
         if not one.get("required"):
             bare += names
         one["required"] = ["name", *one.get("required", [])]
@@ -58,20 +60,20 @@ def _slot_schema(slot: config.Slot, definitions: dict[str, Any]) -> dict[str, An
     return {"anyOf": alternatives if slot.default else [{"type": "null"}, *alternatives]}
 
 
-def _spellings(plugin_type: type[BasePlugin]) -> list[tuple[list[str], type]]:
-    """The names of each plugin, bare and qualified, with the type of its parameters."""
+def _spellings(plugin_type: type[BasePlugin]) -> list[tuple[list[str], BasePlugin]]:
+    """The names of each plugin, bare and qualified, with a route to it."""
     candidates = discovery.scan().group(plugin_type.group())
     qualified = sorted(c.qualified_name for c in candidates if not c.shadowed_by)
-    found: dict[Any, tuple[list[str], type]] = {}
+    found: dict[Any, tuple[list[str], BasePlugin]] = {}
     for name in [*plugin_type.names(), *qualified]:
         route = plugin_type(name)
         try:
-            registration, params_type = route.registration(), route.params_type()
+            registration = route.registration()
         except CorePluginError as error:
             print(f"left out: {error}", file=sys.stderr)
             continue
         key = registration.candidate or registration
-        found.setdefault(key, ([], params_type))[0].append(name)
+        found.setdefault(key, ([], route))[0].append(name)
     return list(found.values())
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from core_plugin.config import split_name
 from core_plugin.errors import ConfigError, CorePluginError
 from core_plugin.params import near
 from core_plugin.testing.processes import Call, Outcome, Team
@@ -47,16 +48,16 @@ class Conformance:
         exceptions: Mapping[str, str],
         file: Path | None,
     ) -> None:
-        type_name, _, name = plugin.partition(":")
-        if not name:
-            raise ConfigError("write TYPE:NAME, such as device:fake")
+        type_name, name = split_name(plugin)
+        if not type_name or not name:
+            raise ConfigError(f"write TYPE:NAME, such as device:fake, and not {plugin!r}")
         self.suite = Suite(type_name)
         self.subject = self.suite.subject(name, params)
         levels = self.suite.subject_type.levels
         if level is not None and level not in levels:
             raise ConfigError(f"there is no level {level}; the levels are {levels}")
         self._kinds = self.subject.kinds
-        self._plugin = plugin
+        self._plugin = f"{type_name}:{name}"
         self._params = " ".join(params)
         self._level = level or max(levels)
         self._exceptions = exceptions

@@ -76,7 +76,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
     config.pluginmanager.register(conformance, NAME)
     config.pluginmanager.register(junit)
-    name = asked[0].rpartition(":")[2]
+    name = conformance.subject.name.rpartition(":")[2]
     config.addinivalue_line("markers", f"{name}: a conformance case of {asked[0]}")
     own = config.args if config.args_source == pytest.Config.ArgsSource.ARGS else []
     config.args = [*own, str(conformance.suite.folder)]

@@ -85,7 +85,7 @@ class Report:
         for title in ("level", "capability", "result"):
             table.add_column(title, no_wrap=True)
         table.add_column("seconds", justify="right", no_wrap=True)
-        for variants in _variants(self.cases):
+        for variants in _variants([case for case in self.cases if case.result != "not run"]):
             first, seconds = variants[0], sum(case.seconds for case in variants)
             name = first.name if len(variants) == 1 else f"{first.function} ({len(variants)})"
             row = (name, str(first.level), first.capability or "", first.result, f"{seconds:.2f}")
@@ -103,6 +103,9 @@ class Report:
             f"{self.plugin} ({self.origin}) {self.params}, torch {self.torch}",
             f"{len(self.cases)} cases: " + ", ".join(f"{n} {what}" for what, n in counts.items()),
         ]
+        lines += [
+            f"not run, as {reason}: {_listed(cases)}" for reason, cases in self._not_run().items()
+        ]
         passed = [case for case in self.cases if case.result == "pass" and case.reason]
         lines += [f"{case.name}: {case.reason}" for case in passed]
         lines += [f"excepted: {name}: {reason}" for name, reason in self.exceptions.items()]
@@ -113,6 +116,14 @@ class Report:
         exceptions = ", with the exceptions above" if self.exceptions else ""
         return "\n".join([*lines, f"level reached: {self.level}{exceptions}"])
 
+    def _not_run(self) -> dict[str, list[str]]:
+        """The cases that were not run, by the reason."""
+        found: dict[str, list[str]] = {}
+        for case in self.cases:
+            if case.result == "not run":
+                found.setdefault(case.reason or "the run ended before", []).append(case.name)
+        return found
+
     def _working_undeclared(self) -> dict[str | None, list[str]]:
         """The cases that pass by capability, where it is not declared."""
         found: dict[str | None, list[str]] = {}
@@ -122,8 +133,12 @@ class Report:
         return found
 
 
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
 def _variants(cases: Sequence[Case]) -> Iterator[list[Case]]:
-    """Cases of one function that ended alike, together; those that are not good, each alone."""
+    """Cases of one function that ended alike, together; those that failed, each alone."""
     groups: dict[tuple[str, Result], list[Case]] = {}
     for case in cases:
         alone = case.name if case.result not in GOOD else case.function

@@ -82,7 +82,7 @@ def _train_on(device: torch.device, config: RunConfig, world: World) -> Outcome:
             resume.load(training, start)
     _tell_the_start(training, start, restarted)
     with world.together("writing the configuration", TrainingError):
-        if world.rank == 0:
+        if world.rank == 0 and training.step < config.train.steps:
             run_config.dump(config.resolved(), directory / "config.yaml")
 
     run = _run_for_hooks(training, directory)

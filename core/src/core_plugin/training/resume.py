@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import io
 import json
 import os
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from core_plugin import provenance
+from core_plugin import provenance, state
 from core_plugin.config import RunConfig
 from core_plugin.errors import CheckpointError, ConfigError
 from core_plugin.training.assembly import Training
@@ -26,12 +27,14 @@ from core_plugin.training.checkpoint import Checkpoints, rng_state, seed_everyth
 from core_plugin.training.saved import RUN_FILE as RUN_FILE
 from core_plugin.training.saved import description
 from core_plugin.training.world import World
-from core_plugin.types import BasePeft
+from core_plugin.types import BaseDistributed, BasePeft
 
 ADAPTER = "adapter"
 LAUNCH_MARK = ".launched"
 NO_ID = "none"
 """What an elastic agent calls its run if it is not told otherwise."""
+SHOWN_MISFITS = 3
+"""Tensors that do not fit which a message lists; the rest are counted."""
 SEEN_WITHIN = 30.0
 """Seconds after which a disk that hosts share has shown on each what was written on one."""
 _FREE_TO_CHANGE = (
@@ -289,7 +292,7 @@ def load(training: Training, directory: Path) -> None:
             raise CheckpointError(
                 f"{directory} was written by another run:\n  "
                 + "\n  ".join(changes)
-                + "\nto go on all the same: checkpoint.allow_changes=true"
+                + f"\n{_remedy(training, directory)}"
             )
     changed = training.config.checkpoint.allow_changes
     hyperparameters = _Hyperparameters(training) if changed else None
@@ -306,6 +309,33 @@ def load(training: Training, directory: Path) -> None:
     training.step, training.tokens = saved["step"], saved["tokens"]
     training.unlogged_tokens = saved["unlogged_tokens"]
     _load_of_rank(training, directory, saved["world_size"])
+
+
+def _remedy(training: Training, directory: Path) -> str:
+    """What to do about a checkpoint of another run; its tensors may not fit this one."""
+    misfits = _misfits(training, directory / "state")
+    if not misfits:
+        return "to go on all the same: checkpoint.allow_changes=true"
+    more = f"\n  and {len(misfits) - SHOWN_MISFITS} more" if len(misfits) > SHOWN_MISFITS else ""
+    return (
+        "so what it holds does not fit:\n  "
+        + "\n  ".join(misfits[:SHOWN_MISFITS])
+        + f"{more}\nundo what has changed, or start anew in another checkpoint.directory"
+    )
+
+
+def _misfits(training: Training, directory: Path) -> list[str]:
+    """What of the tensors does not fit; nothing is known of a strategy that has its own format."""
+    strategy = training.strategy
+    common = vars(BaseDistributed)["load_checkpoint"]
+    if inspect.getattr_static(strategy, "load_checkpoint") is not common:
+        return []
+    return state.misfits(
+        strategy.unwrap_model(training.model),
+        training.optimizer,
+        directory,
+        include_frozen=training.config.get("peft") is None,
+    )
 
 
 class _Hyperparameters:

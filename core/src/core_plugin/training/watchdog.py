@@ -21,6 +21,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
+from core_plugin.training.blame import distance
 from core_plugin.training.world import World
 
 T = TypeVar("T")
@@ -234,17 +235,9 @@ def _place(frame: FrameType | None) -> tuple[str, bool]:
         waits = waits or (is_innermost and module.startswith(_WAITING))
         code = frame.f_code
         place = f"{code.co_filename}:{frame.f_lineno} {code.co_qualname}"
-        places.append((_distance(module), len(places), place))
+        places.append((distance(module), len(places), place))
         frame = frame.f_back
     return min(places)[2] if places else "", waits
-
-
-def _distance(module: str) -> int:
-    """How far a module's code is from what the user chose or wrote."""
-    top = module.partition(".")[0]
-    if top in ("torch", *sys.stdlib_module_names):
-        return 2
-    return int(top == "core_plugin" and not module.startswith("core_plugin.builtin."))
 
 
 def _report(rows: Mapping[int, Row], size: int, timeout: float) -> str:

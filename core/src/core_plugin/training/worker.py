@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from core_plugin.config import RunConfig
 from core_plugin.errors import ConfigError, CorePluginError
+from core_plugin.training import blame
 from core_plugin.training.loop import Outcome, train
 from core_plugin.training.stop import restore_default_handlers
 from core_plugin.training.world import (
@@ -37,7 +38,7 @@ class Worker:
             with join(place) as world:
                 return self._run(world)
         except CorePluginError as error:
-            return _report(str(error), error, self.debug)
+            return self._report(str(error), error)
         except KeyboardInterrupt:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # a launcher may send it once more
             print("stopped before the first step; nothing is lost", file=sys.stderr)
@@ -48,17 +49,17 @@ class Worker:
             outcome = train(self.config, world)
         except CorePluginError as error:
             if world.first_to_say(str(error)):
-                _report(str(error), error, self.debug)
+                self._report(str(error), error, hint=isinstance(error.__cause__, blame.BugError))
             return error.exit_code
         except SystemExit as error:  # by itself it would end the process as if all were well
-            message = f"rank {world.rank}: something called sys.exit({error.code!r})"
-            _report(f"{message}; raise an exception instead", error, True)
+            message = f"something called sys.exit({error.code!r}) in {blame.where(error)}"
+            self._report(f"rank {world.rank}: {message}; raise an exception instead", error)
             return error.code if isinstance(error.code, int) and error.code else 1
         except Exception as error:
             if lost_contact(error):
-                message = f"rank {world.rank} lost contact with another rank ({error})"
-                return _report(message, error, self.debug)
-            return _report(f"rank {world.rank}: {type(error).__name__}: {error}", error, True)
+                return self._report(_lost_contact(world), error)
+            # A fault of the set-up comes again at once; this one may not in days.
+            return self._report(f"rank {world.rank}: {blame.told(error)}", error, shown=True)
         if outcome is not Outcome.FINISHED and world.rank == 0:
             print(
                 f"stopped; everything up to here is saved in "
@@ -66,6 +67,26 @@ class Worker:
                 file=sys.stderr,
             )
         return outcome.value
+
+    def _report(
+        self, message: str, error: BaseException, *, hint: bool = False, shown: bool = False
+    ) -> int:
+        if self.debug or shown:
+            traceback.print_exception(error)
+        elif hint:
+            message = f"{message}\n{blame.HINT}"
+        print(f"error: {message}", file=sys.stderr, flush=True)
+        return getattr(error, "exit_code", 1)
+
+
+def _lost_contact(world: World) -> str:
+    step = world.progress.step
+    when = f"step {step}" if step else world.progress.phase
+    return (
+        f"rank {world.rank} lost contact with another rank ({when}), which has failed, or was "
+        "killed or cut off. What that rank, its launcher or its host says of it is the cause; "
+        "mend that, and go on with --resume"
+    )
 
 
 def _check_place(config: RunConfig, place: Place | None) -> None:
@@ -79,10 +100,3 @@ def _check_place(config: RunConfig, place: Place | None) -> None:
                 f"started {place.local_world_size}; make them equal, or leave the launcher out"
             )
         )
-
-
-def _report(message: str, error: BaseException, with_traceback: bool) -> int:
-    if with_traceback:
-        traceback.print_exception(error)
-    print(f"error: {message}", file=sys.stderr, flush=True)
-    return getattr(error, "exit_code", 1)

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.rendezvous import rendezvous
 
 from core_plugin.errors import ConfigError, CorePluginError, RankMismatchError, TrainingError
+from core_plugin.training import blame
 
 T = TypeVar("T")
 
@@ -171,7 +172,7 @@ class World:
             yield
         except Exception as caught:
             error = caught
-        report = {"identity": dict(identity), "failure": error and str(error)}
+        report = {"identity": dict(identity), "failure": error and blame.told(error)}
         self.store.set(f"report/{self.rank}", json.dumps(report))
         if self.rank == 0:
             reports = [json.loads(self.store.get(f"report/{r}")) for r in range(self.size)]
@@ -260,19 +261,22 @@ class World:
             yield
         except (Exception, CheckpointException) as caught:
             error = caught
+        failure = error
+        if error and not isinstance(error, CorePluginError):
+            failure = blame.BugError.of(error)
         if error and collective:
-            if isinstance(error, CorePluginError):
+            if error is failure or lost_contact(error):
                 raise error
-            raise error_type(f"{what} failed on rank {self.rank}: {_told(error)}") from error
-        told = error if isinstance(error, CorePluginError) else error and _told(error)
-        failures = {rank: failure for rank, failure in enumerate(self.gather(told)) if failure}
+            raise error_type(f"{what} failed on rank {self.rank}: {blame.told(error)}") from failure
+        failures = {rank: found for rank, found in enumerate(self.gather(failure)) if found}
         if not failures:
             return
         first = next(iter(failures.values()))
         if isinstance(first, CorePluginError) and len({str(f) for f in failures.values()}) == 1:
             raise first from error  # all ranks tell it, as the user's own mistake
-        rows = [f"rank {rank}: {failure}" for rank, failure in failures.items()]
-        raise error_type(f"{what} failed on " + "\n".join(rows)) from error
+        rows = [f"rank {rank}: {blame.told(found)}" for rank, found in failures.items()]
+        cause = next((f for f in failures.values() if isinstance(f, blame.BugError)), error)
+        raise error_type(f"{what} failed on " + "\n".join(rows)) from cause
 
 
 def lost_contact(error: BaseException) -> bool:
@@ -280,10 +284,6 @@ def lost_contact(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(
         sign in str(error) for sign in ("gloo", "NCCL", "Connection")
     )
-
-
-def _told(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 def _verdict(reports: list[dict[str, Any]]) -> str:
