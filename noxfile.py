@@ -180,7 +180,8 @@ def tests(session: nox.Session) -> None:
 @nox.session(default=False, venv_backend="none", requires=["tree"])
 def slow(session: nox.Session) -> None:
     """Run the tests that take minutes."""
-    pytest_in_tree(session, "-m", "slow", *(session.posargs or ["--ignore", NEEDS_ROOT, *TESTS]))
+    arguments = session.posargs or ["--ignore", NEEDS_ROOT, str(FAULTS)]
+    pytest_in_tree(session, "-m", "slow", *arguments)
 
 
 @nox.session(default=False, venv_backend="none", requires=["tree"])

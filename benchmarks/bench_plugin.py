@@ -102,6 +102,29 @@ def steps(params: Report, run: Run) -> object | None:
 first_step.Params = by_hand.Params = saves.Params = steps.Params = Report
 
 
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """Text that is held back, and when to look at it.
+
+    Attributes:
+        text: A file.
+        windows: As many samples of it, evenly spread.
+        every: Steps between two looks.
+    """
+
+    text: str
+    windows: int = 32
+    every: int = 10
+
+
+def validation(params: Held, run: Run) -> object:
+    """Write down the loss on held-back text, and the CPU seconds of training until then."""
+    return Validation(params, run)
+
+
+validation.Params = Held
+
+
 class FirstStep:
     """Writes down the CPU seconds of each rank at the end of one step."""
 
@@ -127,6 +150,44 @@ class Steps:
         """Write it."""
         with self.file.open("a") as opened:
             opened.write(f"{os.getpid()} {time.time()}\n")
+
+
+class Validation:
+    """Writes a line at some steps: the step, the loss, and the CPU seconds without its own."""
+
+    def __init__(self, params: Held, run: Run) -> None:
+        from core_plugin.builtin.text import Text
+
+        length = run.config["data"]["sequence_length"]
+        samples = Text.load(Text.Params(path=params.text, sequence_length=length), run.tokenizer)
+        chosen = range(0, len(samples) - 1, len(samples) // params.windows)[: params.windows]
+        self.batch = Text.collate([samples[i] for i in chosen])
+        self.every, self.file, self.own = params.every, run.directory / "validation.jsonl", 0.0
+
+    @hookimpl
+    def on_start(self, run: Run) -> None:
+        """Start the time."""
+        self.began = time.process_time()
+
+    @hookimpl
+    def on_step(self, run: Run) -> None:
+        """Write a line, if it is time."""
+        if run.step % self.every:
+            return
+        began = time.process_time()
+        record = {"step": run.step, "loss": self.loss(run), "cpu": began - self.began - self.own}
+        with self.file.open("a") as opened:
+            opened.write(json.dumps(record) + "\n")
+        self.own += time.process_time() - began
+
+    def loss(self, run: Run) -> float:
+        """The mean over the tokens."""
+        import torch
+
+        from core_plugin.builtin.decoder import Decoder
+
+        with torch.no_grad():
+            return float(Decoder.loss(run.model, self.batch)) / self.batch["labels"].numel()
 
 
 class ByHand:

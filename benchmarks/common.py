@@ -28,6 +28,7 @@ first-step = bench_plugin:first_step
 by-hand = bench_plugin:by_hand
 steps = bench_plugin:steps
 saves = bench_plugin:saves
+validation = bench_plugin:validation
 """
 
 

@@ -107,10 +107,98 @@ def test_an_optimizer_that_needs_values_is_as_planned(workspace):
     assert "without values it takes no step (RuntimeError: " in invoke(workspace, document).output
 
 
-def test_billions_of_parameters_on_64_ranks_take_no_memory(workspace):
+@OptimizerPlugin("failing_last").register()
+def failing_last(model, params):
+    class FailingLast(torch.optim.SGD):
+        def step(self, closure=None):
+            if dist.get_rank() == dist.get_world_size() - 1:
+                raise ValueError("too few rows")
+
+    return FailingLast(model.parameters(), lr=0.1)
+
+
+def test_a_fault_of_any_rank_is_told(workspace):
+    run = small(workspace, distributed="fsdp2", optimizer="failing_last")
+    assert dry_run(run, 7).fault == "ValueError: too few rows"
+
+
+@OptimizerPlugin("telling").register()
+def telling(model, params):
+    class Telling(torch.optim.SGD):
+        def describe_parameters(self):
+            first = {"tensor": "the first", "weight": 2, "why": "it [is] so", "share": None}
+            return [first, {"tensor": "the second", "weight": 1234.5678, "late": (3, 4)}]
+
+    return Telling(model.parameters(), lr=0.1)
+
+
+def test_what_an_optimizer_says_of_its_parameters_is_printed_whatever_it_is(workspace):
+    document = workspace.small(optimizer="telling")
+    lines = invoke(workspace, document).output.splitlines()
+    place = next(n for n, line in enumerate(lines) if line.startswith("tensor"))
+    assert [line.rstrip() for line in lines[place : place + 3]] == [
+        "tensor      weight  why         share  late",
+        "the first        2  it [is] so",
+        "the second    1235                     (3, 4)",
+    ]
+
+
+def test_an_optimizer_that_says_nothing_of_its_parameters_has_no_table(workspace):
+    document = workspace.small(optimizer="adamw")
+    assert dry_run(workspace.resolve(document), 1).described == []
+    lines = invoke(workspace, document).output.splitlines()
+    assert lines[1].startswith("repeated blocks")
+    assert lines[2].split() == ["parameters", "gradients", "optimizer", "total"]
+
+
+@pytest.mark.parametrize("replicas", [1, 8])
+def test_muon_tells_who_orthogonalizes_what_on_64_ranks(workspace, replicas):
+    document = workspace.small(
+        model={"name": "decoder", **SIZES},
+        distributed={"name": "fsdp2", "replicas": replicas},
+        optimizer={"name": "muon", "rules": [{"match": "layers.1.*q_proj", "to": "adamw"}]},
+    )
+    result = dry_run(workspace.resolve(document), 64)
+    shapes = {name: tuple(p.shape) for name, p in result.model.named_parameters()}
+    assert {row["parameter"]: row["shape"] for row in result.described} == shapes
+    of_muon = [row for row in result.described if row["optimizer"] == "muon"]
+    owners = [int(row["owner"]) for row in of_muon]
+    assert len(of_muon) == 3 * 7 - 1
+    assert max(map(owners.count, owners)) <= -(-len(of_muon) * replicas // 64)
+    assert max(owners) < 64 // replicas
+    assert {row["reason"] for row in result.described if row["optimizer"] == "adamw"} == {
+        "embedding",
+        "output head",
+        "1-dimensional",
+        "rule 'layers.1.*q_proj'",
+    }
+    lines = invoke(workspace, document, "--world-size", "64").output.splitlines()
+    last = of_muon[-1]
+    scale = 0.2 * math.sqrt(40)
+    cells = ["hidden", "matrix", f"{scale:.4g}", "0.003", "0.1", last["owner"], "auto"]
+    wanted = ["model.layers.2.mlp.down_proj.weight", "(24,", "40)", "muon", *cells]
+    assert [*wanted, f"{last['GFLOP']:.4g}"] in [line.split() for line in lines]
+    work = 5 * (4 * 24 * 24 * 40 + 2 * 24**3)  # five times Gram matrix, polynomial and product
+    assert 0.5 * work < last["GFLOP"] * 1e9 < 3 * work  # small matrices are filled up
+
+
+def test_a_rule_that_fits_no_parameter_is_told_with_its_place(workspace):
+    rules = [{"match": "q_porj", "to": "skip"}]
+    document = workspace.small(optimizer={"name": "muon", "rules": rules})
+    failed = invoke(workspace, document)
+    assert isinstance(failed.exception, ConfigError)
+    assert re.search(
+        r"run\.yaml:\d+: optimizer: the rule 'q_porj' matches no parameter; did you mean .*q_proj",
+        str(failed.exception),
+    )
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_billions_of_parameters_on_64_ranks_take_no_memory(workspace, optimizer):
     sizes = {"hidden_size": 4096, "layers": 29, "heads": 32, "intermediate_size": 11008}
     model = {"name": "decoder", **sizes}
-    run = workspace.resolve(workspace.small(model=model, distributed="fsdp2"))
+    document = workspace.small(model=model, distributed="fsdp2", optimizer=optimizer)
+    run = workspace.resolve(document)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     result = dry_run(run, 64)
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before

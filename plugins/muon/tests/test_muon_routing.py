@@ -1,58 +1,30 @@
-"""Which parameters Muon takes."""
+"""Which parameters Muon takes, and how it sees them."""
+
+from dataclasses import replace
 
 import pytest
 import torch
+from muon_routed import (
+    HIDDEN,
+    VOCABULARY,
+    WIDTH,
+    Block,
+    Experts,
+    LanguageModel,
+    of_muon,
+    reasons,
+    rows,
+    with_hidden,
+)
 from torch import nn
 
-from core_plugin_muon.routing import format_routes, route
+from core_plugin_muon.options import Rule
+from core_plugin_muon.routing import route
 
-VOCABULARY, WIDTH = 50, 8
-
-
-class Block(nn.Module):
-    def __init__(self, hidden: int = 4 * WIDTH) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.attention = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.up = nn.Linear(WIDTH, hidden)
-        self.down = nn.Linear(hidden, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.attention(self.norm(x))
-        return x + self.down(torch.relu(self.up(x)))
+# Language models
 
 
-class LanguageModel(nn.Module):
-    """Names are chosen to mislead whoever goes by them."""
-
-    def __init__(self, tied: bool = False, positions: int = 16) -> None:
-        super().__init__()
-        self.encoder = nn.Embedding(VOCABULARY, WIDTH)
-        self.table = nn.Embedding(positions, WIDTH)
-        self.embed_layers = nn.ModuleList([Block(), Block()])
-        self.proj = nn.Linear(WIDTH, VOCABULARY, bias=False)
-        if tied:
-            self.proj.weight = self.encoder.weight
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.encoder(tokens) + self.table(torch.arange(tokens.shape[-1]))
-        for layer in self.embed_layers:
-            x = layer(x)
-        return self.proj(x)
-
-
-def reasons(model: nn.Module) -> dict[str, str]:
-    return {row.name: row.reason for row in route(model)}
-
-
-def of_muon(model: nn.Module) -> list[str]:
-    return [row.name for row in route(model) if row.algorithm == "muon"]
-
-
-HIDDEN = [f"embed_layers.{i}.{name}.weight" for i in (0, 1) for name in ("attention", "up", "down")]
-
-
-def test_language_model_untied() -> None:
+def test_a_language_model_with_a_head_of_its_own() -> None:
     model = LanguageModel()
     assert of_muon(model) == HIDDEN
     assert reasons(model) == {
@@ -74,25 +46,140 @@ def test_tied_weights_are_listed_once_and_kept_from_muon() -> None:
     assert "proj.weight" not in found
 
 
+def test_a_matrix_tied_to_a_head_is_none_of_muons() -> None:
+    model = LanguageModel()
+    model.before = nn.Linear(WIDTH, VOCABULARY, bias=False)
+    model.embed_layers[1].extra = nn.Linear(WIDTH, VOCABULARY, bias=False)
+    model.embed_layers[1].extra.weight = model.before.weight
+    assert reasons(model)["embed_layers.1.extra.weight"] == "output head"
+
+
+def test_layers_that_share_their_weights_are_one_hidden_matrix() -> None:
+    model = LanguageModel()
+    model.embed_layers[1] = model.embed_layers[0]
+    assert of_muon(model) == HIDDEN[:3]
+
+
 def test_a_position_table_as_long_as_a_layer_is_wide_makes_no_heads() -> None:
     for positions in (WIDTH, 4 * WIDTH):
         assert of_muon(LanguageModel(positions=positions)) == HIDDEN
 
 
-def test_heads_in_a_list_are_heads() -> None:
-    model = LanguageModel()
-    model.proj = nn.ModuleList([nn.Linear(WIDTH, VOCABULARY) for _ in range(2)])
-    assert reasons(model)["proj.1.weight"] == "output head"
+def test_names_of_embeddings_are_no_matter() -> None:
+    """wte, which lists of names such as embed_tokens and lm_head leave out, and tok and output."""
+    for table, head in (("wte", "lm_head"), ("tok", "output"), ("tok", "score"), ("pos", "out")):
+        model = LanguageModel()
+        setattr(model, table, model.encoder)
+        setattr(model, head, model.proj)
+        del model.encoder, model.proj
+        found = rows(model)
+        assert found[f"{table}.weight"].algorithm == found[f"{head}.weight"].algorithm == "adamw"
+        assert of_muon(model) == HIDDEN
 
 
 def test_every_trainable_parameter_has_one_row_with_its_shape() -> None:
+    """Those of one dimension too, which some choose neither for Muon nor for AdamW."""
     model = LanguageModel(tied=True)
     model.embed_layers[0].requires_grad_(False)
-    rows = route(model)
+    found = route(model)
     trainable = {id(p): tuple(p.shape) for p in model.parameters() if p.requires_grad}
-    assert {id(row.parameter): row.shape for row in rows} == trainable
-    assert len(rows) == len(trainable)
+    assert {id(row.parameter): row.shape for row in found} == trainable
+    assert len(found) == len(trainable)
     assert of_muon(model) == HIDDEN[3:]
+    assert sum(row.algorithm == "adamw" and len(row.shape) == 1 for row in found) == 4
+
+
+# Types of layers
+
+
+def test_experts_are_a_stack_if_their_owner_says_how_many() -> None:
+    found = rows(Experts(4))
+    assert of_muon(Experts(4)) == ["up"]
+    assert (found["up"].reason, found["up"].flatten, found["up"].split) == (
+        "stack of experts",
+        False,
+        (),
+    )
+    assert found["up_bias"].reason == found["router"].reason == "matrix of no known layer"
+    assert found["scale"].reason == "one row or column"
+    undeclared = reasons(with_hidden(experts=Experts(5)))["experts.up"]
+    assert undeclared == "3-dimensional (a stack has num_experts or a rule)"
+
+
+def test_convolutions_are_flattened_and_depthwise_ones_left() -> None:
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, 3),
+        nn.Conv2d(16, 16, 7, groups=16),
+        nn.Conv1d(16, 32, 4, groups=4),
+        nn.ConvTranspose2d(32, 16, 2),
+        nn.Conv3d(16, 1, 3),
+        nn.Conv2d(1, 16, 3),
+        nn.Linear(16, 10),
+    )
+    found = rows(model)
+    assert [
+        (row.algorithm, row.flatten, row.split) for row in found.values() if len(row.shape) > 1
+    ] == [
+        ("muon", True, ()),
+        ("adamw", False, ()),
+        ("muon", True, (8, 8, 8, 8)),
+        ("muon", True, ()),
+        ("adamw", False, ()),
+        ("muon", True, ()),
+        ("adamw", False, ()),
+    ]
+    assert found["0.weight"].reason == "convolution"
+    assert found["1.weight"].reason == "depthwise convolution"
+    assert found["2.weight"].reason == "convolution, each group by itself"
+    assert found["4.weight"].reason == "one row or column"
+
+
+def test_projections_of_multi_head_attention() -> None:
+    found = rows(nn.MultiheadAttention(WIDTH, 2, add_bias_kv=True))
+    assert found["in_proj_weight"].split == (WIDTH, WIDTH, WIDTH)
+    assert found["out_proj.weight"].reason == "hidden matrix"
+    assert found["bias_k"].algorithm == "adamw"
+    apart = of_muon(nn.MultiheadAttention(WIDTH, 2, kdim=6, vdim=10))
+    assert apart == ["q_proj_weight", "k_proj_weight", "v_proj_weight", "out_proj.weight"]
+
+
+def test_what_is_of_no_known_layer_goes_to_adamw() -> None:
+    class Gated(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(WIDTH, WIDTH)
+            self.extra = nn.Parameter(torch.zeros(WIDTH, WIDTH))
+
+    model = with_hidden(
+        gated=Gated(),
+        tables=nn.ParameterDict(
+            {"positions": torch.zeros(16, WIDTH), "steps": torch.zeros(3, 4, 5)}
+        ),
+        recurrent=nn.LSTM(WIDTH, WIDTH),
+        bilinear=nn.Bilinear(WIDTH, WIDTH, WIDTH),
+        gate=nn.Linear(WIDTH, 1),
+        bag=nn.EmbeddingBag(6, 4),
+        waves=nn.Linear(WIDTH, WIDTH, dtype=torch.complex64),
+        normalized=nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)),
+    )
+    found = reasons(model)
+    assert of_muon(model) == ["hidden.weight", "gated.weight"]
+    assert found["gated.extra"] == found["tables.positions"] == "matrix of no known layer"
+    assert found["recurrent.weight_hh_l0"] == "matrix of no known layer"
+    assert found["tables.steps"].startswith("3-dimensional")
+    assert found["bilinear.weight"].startswith("3-dimensional")
+    assert found["gate.weight"] == "one row or column"
+    assert found["bag.weight"] == "embedding"
+    assert found["waves.weight"] == "complex"
+
+
+def test_flat_parameters_are_no_matrices() -> None:
+    """As of wrappers that join all parameters of a module to one."""
+    flat = nn.ParameterList([nn.Parameter(torch.zeros(500))])
+    with pytest.raises(ValueError, match="1-dimensional: 1, such as 0 of shape"):
+        route(flat)
+
+
+# Adapters
 
 
 class LowRank(nn.Linear):
@@ -101,65 +188,66 @@ class LowRank(nn.Linear):
     def __init__(self) -> None:
         super().__init__(WIDTH, WIDTH)
         self.is_adapter = True
-        self.first = nn.Parameter(torch.zeros(2, WIDTH))
+        self.first = nn.Linear(WIDTH, 2)
         self.weight.requires_grad_(False)
 
 
-def test_adapters_go_to_adamw() -> None:
-    model = nn.ModuleDict({"adapted": LowRank(), "full": nn.Linear(WIDTH, WIDTH)})
-    assert reasons(model) == {
-        "adapted.first": "adapter",
+class PeftLayer(nn.Module):
+    """As the peft library builds them."""
+
+    adapter_layer_names = ("lora_A", "lora_B")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base_layer = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(WIDTH, 2, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(2, WIDTH, bias=False)})
+
+
+def test_adapters_go_to_adamw_and_what_they_adapt_does_not() -> None:
+    assert reasons(with_hidden(adapted=LowRank(), other=PeftLayer())) == {
+        "hidden.weight": "hidden matrix",
         "adapted.bias": "adapter",
-        "full.weight": "hidden matrix",
-        "full.bias": "1-dimensional",
+        "adapted.first.weight": "adapter",
+        "adapted.first.bias": "adapter",
+        "other.base_layer.weight": "hidden matrix",
+        "other.lora_A.default.weight": "adapter",
+        "other.lora_B.default.weight": "adapter",
     }
 
 
-def test_what_is_not_a_linear_weight_goes_to_adamw() -> None:
-    class Gated(nn.Linear):
-        def __init__(self) -> None:
-            super().__init__(4, 4)
-            self.extra = nn.Parameter(torch.zeros(4, 4))
-
-    class Odd(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Parameter(torch.zeros(4, 4))
-            self.experts = nn.Parameter(torch.zeros(2, 4, 4))
-            self.convolution = nn.Conv2d(3, 4, 3)
-            self.attention = nn.MultiheadAttention(WIDTH, 2)
-            self.gate = nn.Linear(WIDTH, 1)
-            self.bag = nn.EmbeddingBag(6, 4)
-            self.gated = Gated()
-
-    found = reasons(Odd())
-    assert found["table"] == found["attention.in_proj_weight"] == "not the weight of a Linear"
-    assert found["gated.extra"] == "not the weight of a Linear"
-    assert found["gated.weight"] == "hidden matrix"
-    assert found["experts"] == "3-dimensional"
-    assert found["convolution.weight"] == "4-dimensional"
-    assert found["attention.out_proj.weight"] == "hidden matrix"
-    assert found["gate.weight"] == "one row or column"
-    assert found["bag.weight"] == "embedding"
+def test_a_model_that_trains_adapters_alone_is_none_for_muon() -> None:
+    model = PeftLayer()
+    model.base_layer.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"adapter: 2, such as lora_A\.default\.weight"):
+        route(model)
 
 
-def test_works_on_the_meta_device() -> None:
+# Wrapping
+
+
+def test_the_meta_device_will_do() -> None:
     with torch.device("meta"):
         assert of_muon(LanguageModel()) == HIDDEN
 
 
 def test_wrappers_leave_no_trace() -> None:
-    plain = [(row.name, row.algorithm) for row in route(LanguageModel())]
+    plain = [replace(row, parameter=None) for row in route(LanguageModel())]
     compiled = torch.compile(LanguageModel(), backend="eager")
     parallel = nn.DataParallel(LanguageModel())
     nested = LanguageModel()
     nested.embed_layers[1] = torch.compile(nested.embed_layers[1], backend="eager")
-    for model in (compiled, parallel, nn.DataParallel(nested)):
-        assert [(row.name, row.algorithm) for row in route(model)] == plain
+    in_sequence = LanguageModel()
+    in_sequence.embed_layers = nn.Sequential(Block(), torch.compile(Block(), backend="eager"))
+    for model in (compiled, parallel, nn.DataParallel(nested), in_sequence):
+        assert [replace(row, parameter=None) for row in route(model)] == plain
 
 
 def test_a_module_of_the_users_own_named_module_keeps_its_name() -> None:
     assert of_muon(nn.ModuleDict({"module": nn.Linear(4, 4, bias=False)})) == ["module.weight"]
+
+
+# Errors
 
 
 def test_nothing_for_muon_is_an_error_that_says_why() -> None:
@@ -167,11 +255,19 @@ def test_nothing_for_muon_is_an_error_that_says_why() -> None:
     with pytest.raises(ValueError, match="optimizer adamw") as error:
         route(model)
     for part in (
-        "1 embedding (such as 0.weight, shape (9, 4))",
-        "3 1-dimensional (such as 1.weight, shape (4,))",
-        "1 output head (such as 2.weight, shape (9, 4))",
+        "embedding: 1, such as 0.weight of shape (9, 4)",
+        "1-dimensional: 3, such as 1.weight of shape (4,)",
+        "output head: 1, such as 2.weight of shape (9, 4)",
+        "send a matrix to muon by a rule",
     ):
         assert part in str(error.value)
+    assert [row.algorithm for row in route(model, [Rule("2.weight", "muon")])].count("muon") == 1
+
+
+def test_rules_that_leave_nothing_for_muon_are_an_error() -> None:
+    told = r"rule 'embed_layers.+': 6, such as embed_layers\.0.+ or change the rules"
+    with pytest.raises(ValueError, match=told):
+        route(LanguageModel(), [Rule(r"embed_layers.*(attention|up|down)\.weight", "adamw")])
 
 
 def test_a_frozen_model_is_an_error() -> None:
@@ -186,9 +282,3 @@ def test_parameters_hidden_from_the_model_are_an_error() -> None:
 
     with pytest.raises(ValueError, match="not certain what is to be trained: bias"):
         route(Hiding(3, 3))
-
-
-def test_the_table_has_a_line_for_each_parameter() -> None:
-    lines = format_routes(route(LanguageModel())).splitlines()
-    assert lines[0].split() == ["encoder.weight", "50x8", "adamw", "embedding"]
-    assert len(lines) == 17

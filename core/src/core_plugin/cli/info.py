@@ -2,8 +2,11 @@
 
 import dataclasses
 import inspect
+import re
+import types
+import typing
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, Union
 
 import typer
 
@@ -39,7 +42,7 @@ def _print(plugin: dict[str, Any]) -> None:
     out = console()
     out.print(f"{plugin['type']} {plugin['name']}", style="bold", end="  ")
     out.print(plugin["origin"])
-    for text in filter(None, (plugin["doc"], plugin["params_doc"])):
+    for text in filter(None, (_for_users(plugin["doc"]), plugin["params_doc"])):
         out.print(text + "\n")
     if not plugin["params"]:
         out.print("no parameters")
@@ -50,6 +53,11 @@ def _print(plugin: dict[str, Any]) -> None:
     for field in plugin["params"]:
         table.add_row(field["name"], field["type"], field["default"])
     out.print(table)
+
+
+def _for_users(doc: str) -> str:
+    """A docstring without the sections that are for who calls the function."""
+    return re.split(r"^(?:Args|Returns|Raises):$", doc, maxsplit=1, flags=re.MULTILINE)[0].rstrip()
 
 
 def _routes(name: str) -> list[BasePlugin]:
@@ -74,6 +82,7 @@ def _routes(name: str) -> list[BasePlugin]:
 def _describe(route: BasePlugin) -> dict[str, Any]:
     implementation, params_type = route.resolve(), route.params_type()
     distribution = route.registration().distribution
+    schema = params.json_schema(params_type)  # first, as it says what is wrong with an annotation
     return {
         "type": type(route).type_name,
         "name": route.name,
@@ -83,7 +92,7 @@ def _describe(route: BasePlugin) -> dict[str, Any]:
         "doc": inspect.getdoc(implementation) or "",
         "params_doc": _own_doc(params_type),
         "params": list(_fields(params_type)),
-        "schema": params.json_schema(params_type),
+        "schema": schema,
     }
 
 
@@ -94,17 +103,53 @@ def _own_doc(params_type: type) -> str:
     return "" if is_signature or not list(_fields(params_type)) else doc
 
 
-def _fields(params_type: Any) -> Iterator[dict[str, str]]:
+def _fields(
+    params_type: Any, path: str = "", around: tuple[Any, ...] = ()
+) -> Iterator[dict[str, str]]:
+    """A row for each field, and below it one for each field of a dataclass that it holds."""
+    hints = typing.get_type_hints(params_type)
     for field in dataclasses.fields(params_type):
         if not field.init:
             continue
-        annotation = field.type
-        if not isinstance(annotation, str):
-            annotation = inspect.formatannotation(annotation)
-        if field.default is not dataclasses.MISSING:
-            default = repr(field.default)
-        elif field.default_factory is not dataclasses.MISSING:
-            default = repr(field.default_factory())
-        else:
-            default = "(required)"
-        yield {"name": field.name, "type": annotation, "default": default}
+        annotation = hints[field.name]
+        yield {
+            "name": path + field.name,
+            "type": _type_name(annotation),
+            "default": _default(field),
+        }
+        for steps, part in _parts(annotation):
+            if part not in (*around, params_type):
+                yield from _fields(part, f"{path}{field.name}.{steps}", (*around, params_type))
+
+
+def _default(field: Any) -> str:
+    if field.default is not dataclasses.MISSING:
+        return repr(field.default)
+    if field.default_factory is not dataclasses.MISSING:
+        return repr(field.default_factory())
+    return "(required)"
+
+
+def _parts(annotation: Any, steps: str = "") -> Iterator[tuple[str, Any]]:
+    """The dataclasses in an annotation, each with the keys to it, such as ``0.`` in a list."""
+    if inspect.isclass(annotation) and dataclasses.is_dataclass(annotation):
+        yield steps, annotation
+    key = {list: "0.", tuple: "0.", dict: "KEY."}.get(typing.get_origin(annotation), "")
+    for argument in typing.get_args(annotation):
+        yield from _parts(argument, steps + key)
+
+
+def _type_name(annotation: Any) -> str:
+    """An annotation as it is written, without the modules."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Literal:
+        return " | ".join(map(repr, arguments))
+    if origin in (Union, types.UnionType):
+        return " | ".join(map(_type_name, arguments))
+    if inspect.isclass(origin) and not any(isinstance(one, list) for one in arguments):
+        return f"{origin.__name__}[{', '.join(map(_type_name, arguments))}]"
+    if annotation in (..., type(None)):
+        return "..." if annotation is ... else "None"
+    if inspect.isclass(annotation) and not arguments:
+        return annotation.__name__
+    return inspect.formatannotation(annotation)

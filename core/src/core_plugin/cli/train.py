@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from core_plugin.cli.arguments import Debug, Overrides, RunFile
+from core_plugin.cli.arguments import Debug, Overrides, RunFile, wants_tracebacks
 from core_plugin.cli.output import console
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from rich.table import Table
 
     from core_plugin.config import RunConfig
     from core_plugin.training.dry_run import DryRun
+
+_SIZES = ("parameters", "gradients", "optimizer", "total")
 
 
 def train(
@@ -53,7 +57,7 @@ def train(
     from core_plugin.training.worker import Worker
     from core_plugin.training.world import place_from_environment
 
-    worker = Worker(run, debug)
+    worker = Worker(run, wants_tracebacks())
     launcher = run["launcher"]
     if place_from_environment() is not None:
         code = worker()
@@ -70,11 +74,11 @@ def _print_dry_run(run: RunConfig, world_size: int | None) -> None:
         world_size = run["launcher"].implementation.processes(run["launcher"].params)
     result = dry_run(run, world_size)
     _print_model(result)
-    memory = _table("", "parameters", "gradients", "optimizer", "total")
+    _print_optimizer(result.described)
+    memory = _table("", *_SIZES)
     rows = {f"rank {rank} of {world_size}": kept for rank, kept in result.ranks.items()}
     for title, kept in (rows | {"the strategy's plan": result.planned}).items():
-        sizes = (kept.parameters, kept.gradients, kept.optimizer, kept.total)
-        memory.add_row(title, *map(size, sizes))
+        memory.add_row(title, *(size(getattr(kept, part)) for part in _SIZES))
     out = console()
     out.print(memory)
     if result.fault:
@@ -99,10 +103,29 @@ def _print_model(result: DryRun) -> None:
     out.print(f"repeated blocks: {', '.join(found) or 'none'}")
 
 
-def _table(*titles: str) -> Table:
+def _print_optimizer(described: Sequence[Mapping[str, Any]]) -> None:
+    titles = list(dict.fromkeys(title for row in described for title in row))
+    numbers = [
+        title
+        for title in titles
+        if all(isinstance(row.get(title), int | float | None) for row in described)
+    ]
+    table = _table(*titles, numbers=numbers)
+    for row in described:
+        table.add_row(*(_cell(row.get(title)) for title in titles))
+    if titles:
+        console().print(table)
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _table(*titles: str, numbers: Sequence[str] = _SIZES) -> Table:
     from rich.table import Table
 
-    numbers = ("parameters", "gradients", "optimizer", "total")
     table = Table(box=None, pad_edge=False)
     for title in titles:
         table.add_column(title, overflow="fold", justify="right" if title in numbers else "left")

@@ -123,8 +123,10 @@ def make_tokenizer(config: RunConfig, world: World) -> tokenizers.Tokenizer:
 def tokenizer_of(config: RunConfig) -> tokenizers.Tokenizer:
     """The model's own tokenizer or the data's."""
     model, data = config["model"], config["data"]
-    own: tokenizers.Tokenizer | None = model.implementation.tokenizer(model.params)
-    return own or data.implementation.tokenizer(data.params)
+    with _located(model.origin, keys_only=True):
+        own: tokenizers.Tokenizer | None = model.implementation.tokenizer(model.params)
+    with _located(data.origin, keys_only=True):
+        return own or data.implementation.tokenizer(data.params)
 
 
 def build_model(config: RunConfig, vocabulary_size: int) -> nn.Module:
@@ -269,6 +271,25 @@ def _check_sharding(
         )
 
 
+def build_optimizer(config: RunConfig, model: nn.Module) -> Optimizer:
+    """Make the optimizer of a sharded model, and check that it holds all that is trained.
+
+    Raises:
+        ConfigError: The parameters do not fit the model, as the plugin says with a ``ValueError``.
+        CheckpointError: What :func:`core_plugin.state.check_optimizer` raises.
+    """
+    chosen = config["optimizer"]
+    with _located(chosen.origin):
+        try:
+            optimizer = chosen.implementation(model, chosen.params)
+        except ConfigError:
+            raise
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+    state.check_optimizer(config["distributed"].implementation.unwrap_model(model), optimizer)
+    return optimizer  # type: ignore[no-any-return]
+
+
 def build(config: RunConfig, device: torch.device, world: World) -> Training:
     """Everything up to the first step, or to resuming."""
     tokenizer = make_tokenizer(config, world)
@@ -278,9 +299,7 @@ def build(config: RunConfig, device: torch.device, world: World) -> Training:
         model = shard_model(config, meta_model, device, world)
     strategy = config["distributed"].implementation
     with world.together("making the optimizer", TrainingError, collective=True):
-        chosen = config["optimizer"]
-        optimizer = chosen.implementation(model, chosen.params)
-        state.check_optimizer(strategy.unwrap_model(model), optimizer)
+        optimizer = build_optimizer(config, model)
         chosen = config["scheduler"]
         scheduler = chosen.implementation(optimizer, chosen.params, steps=config.train.steps)
     with world.together("loading the data", TrainingError):
@@ -336,7 +355,8 @@ def precision(training: Training) -> AbstractContextManager[Any]:
 
 def _batches(config: RunConfig, tokenizer: tokenizers.Tokenizer, world: World) -> Batches:
     data: type[BaseData] = config["data"].implementation
-    samples = data.load(config["data"].params, tokenizer)
+    with _located(config["data"].origin, keys_only=True):
+        samples = data.load(config["data"].params, tokenizer)
     if len(samples) == 0:
         raise ConfigError(config["data"].origin.fault("the data has no samples"))
     return Batches(

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from core_plugin import state, tensors
+from core_plugin import tensors
 from core_plugin.config import RunConfig
 from core_plugin.errors import ConfigError, CorePluginError
 from core_plugin.training import assembly, blocks, placement
@@ -33,6 +34,8 @@ class DryRun:
     """What the strategy's own ``plan_memory`` says."""
     fault: str | None
     """Why the optimizer could not be measured; ``planned`` has its bytes then."""
+    described: Sequence[Mapping[str, Any]]
+    """What the optimizer of the first rank says of each parameter; empty if it says nothing."""
 
 
 def dry_run(config: RunConfig, world_size: int) -> DryRun:
@@ -56,16 +59,19 @@ def dry_run(config: RunConfig, world_size: int) -> DryRun:
     strategy = config["distributed"]
     planned = strategy.implementation.plan_memory(model, strategy.params, world_size)
     kinds = Counter(blocks.class_name(b) for b in blocks.repeated_blocks(config, model))
-    ranks, fault = {}, None
+    measured = {}
     for rank in sorted({0, world_size - 1}):
         with fake_ranks(rank, world_size):
-            ranks[rank], fault = _measured(config, vocabulary_size, world_size, planned)
-    return DryRun(model, dict(kinds), ranks, planned, fault)
+            measured[rank] = _measure(config, vocabulary_size, world_size, planned)
+    ranks = {rank: one.memory for rank, one in measured.items()}
+    fault = next((one.fault for one in measured.values() if one.fault), None)
+    return DryRun(model, dict(kinds), ranks, planned, fault, measured[0].described)
 
 
 @contextmanager
 def fake_ranks(rank: int, world_size: int) -> Iterator[None]:
     """A process group in which nothing is exchanged, and this process is one of many."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
@@ -73,19 +79,30 @@ def fake_ranks(rank: int, world_size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+        _clear_sharding_prop_cache()  # it holds meshes of these groups, equal to those of the next
 
 
-def _measured(
+@dataclass(frozen=True)
+class _Measured:
+    """One rank, as in :class:`DryRun`."""
+
+    memory: MemoryPlan
+    fault: str | None
+    described: Sequence[Mapping[str, Any]]
+
+
+def _measure(
     config: RunConfig, vocabulary_size: int, world_size: int, planned: MemoryPlan
-) -> tuple[MemoryPlan, str | None]:
-    """The bytes on this rank, and what kept its optimizer from being measured."""
+) -> _Measured:
+    """This rank: its bytes, and what its optimizer says."""
     model = assembly.build_model(config, vocabulary_size)
     model = assembly.spread(config, model, torch.device("cpu"), world_size, lambda part: None)
     unwrapped = config["distributed"].implementation.unwrap_model(model)
     trained = [p for p in unwrapped.parameters() if p.requires_grad]
     gradients = sum(_bytes(p) for p in trained)
-    optimizer = config["optimizer"].implementation(model, config["optimizer"].params)
-    state.check_optimizer(unwrapped, optimizer)
+    optimizer = assembly.build_optimizer(config, model)
+    describe = getattr(optimizer, "describe_parameters", None)
+    described = describe() if describe else []
     fault, kept = None, planned.optimizer
     try:
         kept = _optimizer_bytes(optimizer, trained)
@@ -93,7 +110,8 @@ def _measured(
         raise
     except Exception as error:  # not every optimizer takes a step without values
         fault = f"{type(error).__name__}: {error}"
-    return MemoryPlan(placement.share(unwrapped).bytes, gradients, kept), fault
+    memory = MemoryPlan(placement.share(unwrapped).bytes, gradients, kept)
+    return _Measured(memory, fault, described)
 
 
 def _optimizer_bytes(optimizer: Optimizer, trained: list[nn.Parameter]) -> int:

@@ -1,149 +1,251 @@
-"""Row-sharded matrices brought whole to one rank each, and their results brought back.
+"""Matrices brought whole to the ranks that own them, and the results brought back.
 
-A plan follows from the matrices' global shapes and the number of ranks alone, so all ranks hold
-the same one without having talked. No rank computes a matrix that another computes.
+An exchange is started for a bucket and waited for later, so that one bucket travels while another
+is computed. What is sent is referenced until then: a collective reads it in the background.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from hashlib import blake2b
 from itertools import chain
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-Shape = tuple[int, int]
+from core_plugin_muon.plan import Plan
+
+Rows = Callable[[int], Tensor | None]
+"""Gives this rank's rows of a matrix, by its number."""
+
+Wait = Callable[[], dict[int, Tensor]]
+"""Waits for what was started and returns tensors of shape (rows, columns) by matrix number."""
 
 
-def flops(shape: Shape) -> int:
-    """Floating point operations of one Newton-Schulz iteration on a matrix of this shape."""
-    small, large = sorted(shape)
-    return 4 * small * small * large + 2 * small**3
-
-
-def assign_owners(shapes: Sequence[Shape], world_size: int) -> list[int]:
-    """The rank that computes each matrix: longest first, each to the least loaded rank.
+class Exchange(ABC):
+    """One rank's part in the exchanges of a plan; all its ranks must call the same in turn.
 
     Args:
-        shapes: global shape of each matrix.
-        world_size: number of ranks.
-
-    Returns:
-        A rank for each matrix, in the order of `shapes`.
-    """
-    owners = [0] * len(shapes)
-    loads = [0] * world_size
-    for index in sorted(range(len(shapes)), key=lambda index: -flops(shapes[index])):
-        owners[index] = loads.index(min(loads))
-        loads[owners[index]] += flops(shapes[index])
-    return owners
-
-
-def rows_on_rank(rows: int, world_size: int, rank: int) -> int:
-    """Rows of a matrix that a rank holds under `Shard(0)`: even chunks, the last ones short."""
-    chunk = -(-rows // world_size)
-    return max(0, min(rows - chunk * rank, chunk))
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """The two all-to-alls of one bucket of matrices, as one rank sees them.
-
-    Attributes:
-        shapes: global shape of each matrix.
-        world_size: number of ranks that hold a row block of each.
+        plan: the plan, the same on all ranks.
         rank: this rank.
+        group: the ranks of the plan, in their order; None for one rank alone.
     """
 
-    shapes: tuple[Shape, ...]
-    world_size: int
-    rank: int
+    def __init__(self, plan: Plan, rank: int = 0, group: dist.ProcessGroup | None = None) -> None:
+        self.plan = plan
+        self.rank = rank
+        self.group = group
 
-    @cached_property
-    def members(self) -> list[list[int]]:
-        """For each rank, the matrices that it owns."""
-        owners = assign_owners(self.shapes, self.world_size)
-        return [
-            [index for index, owner in enumerate(owners) if owner == rank]
-            for rank in range(self.world_size)
-        ]
+    @abstractmethod
+    def held(self, number: int) -> range:
+        """Where a matrix lies in the rows that this rank holds of its parameter."""
 
-    @property
-    def owned(self) -> list[int]:
-        """The matrices that this rank owns."""
-        return self.members[self.rank]
-
-    @cached_property
-    def sizes(self) -> list[list[int]]:
-        """For each matrix, the number of elements that each rank holds of it."""
-        return [
-            [rows_on_rank(rows, self.world_size, rank) * columns for rank in range(self.world_size)]
-            for rows, columns in self.shapes
-        ]
-
-    @cached_property
-    def _to_owner(self) -> list[int]:
-        """Elements of this rank's row blocks that go to each owner."""
-        return [sum(self.sizes[i][self.rank] for i in owned) for owned in self.members]
-
-    @cached_property
-    def _from_rank(self) -> list[int]:
-        """Elements of this rank's own matrices that lie on each rank."""
-        return [sum(self.sizes[i][rank] for i in self.owned) for rank in range(self.world_size)]
-
-    def gather(self, blocks: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
-        """Bring each matrix to its owner. Every rank of the group must call this.
+    @abstractmethod
+    def gather(self, bucket: int, rows: Rows, like: Tensor) -> Wait:
+        """Start to bring the matrices of a bucket to their owners.
 
         Args:
-            blocks: this rank's rows of each matrix, possibly none, all of one dtype and device.
-            group: the ranks that the matrices are sharded over.
+            bucket: number of the bucket.
+            rows: gives the rows of a matrix that this rank holds; None if they are zeros.
+            like: a tensor of the rows' dtype and device.
 
         Returns:
-            The matrices that this rank owns, in the order of `owned`.
+            To wait for the matrices that this rank owns; those that it knows to be zeros may be
+            left out.
         """
-        send = torch.cat([blocks[index].reshape(-1) for index in chain(*self.members)])
-        received = send.new_empty(sum(self._from_rank))
-        dist.all_to_all_single(received, send, self._from_rank, self._to_owner, group=group)
-        pieces = received.split_with_sizes(
-            [self.sizes[index][rank] for rank in range(self.world_size) for index in self.owned]
+
+    @abstractmethod
+    def scatter(self, bucket: int, results: Mapping[int, Tensor], like: Tensor) -> Wait:
+        """Start to bring the owners' results to the ranks that step with them.
+
+        Args:
+            bucket: number of the bucket.
+            results: those of the matrices that `gather` brought; zeros for the others.
+            like: a tensor of the results' dtype and device.
+
+        Returns:
+            To wait for this rank's rows of the results of the bucket; without those of zeros
+            where nothing travelled.
+        """
+
+
+class Alone(Exchange):
+    """One rank that holds all matrices."""
+
+    def held(self, number: int) -> range:
+        """All of its rows."""
+        matrix = self.plan.matrices[number]
+        return range(matrix.start, matrix.start + matrix.rows)
+
+    def gather(self, bucket: int, rows: Rows, like: Tensor) -> Wait:
+        """Nothing travels."""
+        return lambda: _without_zeros(self.plan.buckets[bucket], rows)
+
+    def scatter(self, bucket: int, results: Mapping[int, Tensor], like: Tensor) -> Wait:
+        """Nothing travels."""
+        return lambda: dict(results)
+
+
+class Replicated(Alone):
+    """Ranks that all hold all matrices; results reach them in one all-gather a bucket."""
+
+    def gather(self, bucket: int, rows: Rows, like: Tensor) -> Wait:
+        """Nothing travels: each rank has its own."""
+        own = self.plan.shares[bucket][self.rank]
+        return lambda: _without_zeros(own, rows)
+
+    def scatter(self, bucket: int, results: Mapping[int, Tensor], like: Tensor) -> Wait:
+        """Every rank's results, filled up to the size of the largest share, to every rank."""
+        shares = self.plan.shares[bucket]
+        matrices = self.plan.matrices
+        sizes = [[matrices[n].rows * matrices[n].columns for n in share] for share in shares]
+        largest = max(map(sum, sizes))
+        send = like.new_zeros(largest)
+        places = send.split_with_sizes([*sizes[self.rank], largest - sum(sizes[self.rank])])
+        for n, place in zip(shares[self.rank], places, strict=False):
+            if n in results:
+                place.view(matrices[n].shape).copy_(results[n])
+        received = like.new_empty(largest * self.plan.world_size)
+        work = dist.all_gather_single(received, send, group=self.group, async_op=True)
+
+        def wait() -> dict[int, Tensor]:
+            _finish(work, send)
+            return {
+                n: part.view(matrices[n].shape)
+                for share, size, whole in zip(shares, sizes, received.split(largest), strict=True)
+                for n, part in zip(
+                    share, whole.split_with_sizes([*size, largest - sum(size)]), strict=False
+                )
+            }
+
+        return wait
+
+
+class Sharded(Exchange):
+    """Ranks that each hold rows of the parameters; two all-to-alls a bucket, without padding."""
+
+    def held(self, number: int) -> range:
+        """The rows on this rank, which may be none."""
+        matrix = self.plan.matrices[number]
+        rows = matrix.on_rank(self.rank)
+        first = matrix.start + rows.start - self.rank * matrix.chunk
+        return range(first, first + len(rows))
+
+    def gather(self, bucket: int, rows: Rows, like: Tensor) -> Wait:
+        """Each rank sends every owner its rows of the owner's matrices."""
+        shares = self.plan.shares[bucket]
+        order = list(chain(*shares))
+        parts = [self._flat(n, rows(n), like) for n in order if self.held(n)]
+        send = torch.cat([like.new_empty(0), *parts])
+        received = like.new_empty(sum(self._from_ranks(shares)))
+        work = dist.all_to_all_single(
+            received,
+            send,
+            self._from_ranks(shares),
+            self._to_owners(shares),
+            group=self.group,
+            async_op=True,
         )
-        count = len(self.owned)
-        return [
-            torch.cat(pieces[position::count]).view(self.shapes[index])
-            for position, index in enumerate(self.owned)
+        own = shares[self.rank]
+
+        def wait() -> dict[int, Tensor]:
+            _finish(work, send)
+            sizes = [self._size(n, rank) for rank in range(self.plan.world_size) for n in own]
+            pieces = received.split_with_sizes(sizes)
+            return {
+                n: torch.cat(pieces[place :: len(own)]).view(self.plan.matrices[n].shape)
+                for place, n in enumerate(own)
+            }
+
+        return wait
+
+    def scatter(self, bucket: int, results: Mapping[int, Tensor], like: Tensor) -> Wait:
+        """Each owner sends every rank its rows of the results."""
+        shares = self.plan.shares[bucket]
+        pieces = [
+            results[n][span.start : span.stop].reshape(-1)
+            for rank in range(self.plan.world_size)
+            for n in shares[self.rank]
+            if (span := self.plan.matrices[n].on_rank(rank))
         ]
+        send = torch.cat([like.new_empty(0), *pieces])
+        received = like.new_empty(sum(self._to_owners(shares)))
+        work = dist.all_to_all_single(
+            received,
+            send,
+            self._to_owners(shares),
+            self._from_ranks(shares),
+            group=self.group,
+            async_op=True,
+        )
+        order = list(chain(*shares))
 
-    def scatter(
-        self, matrices: Sequence[Tensor], group: dist.ProcessGroup, like: Tensor
-    ) -> list[Tensor]:
-        """Bring each owner's results to the ranks that hold the rows. Every rank must call this.
+        def wait() -> dict[int, Tensor]:
+            _finish(work, send)
+            parts = received.split_with_sizes([self._size(n, self.rank) for n in order])
+            return {
+                n: part.view(len(self.held(n)), self.plan.matrices[n].columns)
+                for n, part in zip(order, parts, strict=True)
+            }
 
-        Args:
-            matrices: a result for each matrix in `owned`.
-            group: as for `gather`.
-            like: a tensor of the results' dtype and device, for a rank that owns nothing.
+        return wait
 
-        Returns:
-            This rank's rows of each result, in the order of `shapes`.
-        """
-        rows = [
-            matrix.reshape(-1).split_with_sizes(self.sizes[index])
-            for index, matrix in zip(self.owned, matrices, strict=True)
-        ]
-        send = torch.cat([like.new_empty(0), *chain(*zip(*rows, strict=True))])
-        received = like.new_empty(sum(self._to_owner))
-        dist.all_to_all_single(received, send, self._to_owner, self._from_rank, group=group)
-        order = list(chain(*self.members))
-        pieces = received.split_with_sizes([self.sizes[index][self.rank] for index in order])
-        blocks = dict(zip(order, pieces, strict=True))
-        return [
-            blocks[index].view(self.sizes[index][self.rank] // columns, columns)
-            for index, (_, columns) in enumerate(self.shapes)
-        ]
+    def _flat(self, number: int, rows: Tensor | None, like: Tensor) -> Tensor:
+        return like.new_zeros(self._size(number, self.rank)) if rows is None else rows.reshape(-1)
+
+    def _size(self, number: int, rank: int) -> int:
+        """Elements of a matrix on a rank."""
+        matrix = self.plan.matrices[number]
+        return len(matrix.on_rank(rank)) * matrix.columns
+
+    def _to_owners(self, shares: Sequence[Sequence[int]]) -> list[int]:
+        """Elements of this rank that each owner needs."""
+        return [sum(self._size(n, self.rank) for n in share) for share in shares]
+
+    def _from_ranks(self, shares: Sequence[Sequence[int]]) -> list[int]:
+        """Elements on each rank of the matrices that this rank owns."""
+        own = shares[self.rank]
+        return [sum(self._size(n, rank) for n in own) for rank in range(self.plan.world_size)]
 
 
-@lru_cache(maxsize=64)
-def plan_exchange(shapes: tuple[Shape, ...], world_size: int, rank: int) -> Exchange:
-    """The exchange of these matrices, planned once however often it is asked for."""
-    return Exchange(shapes, world_size, rank)
+def _without_zeros(numbers: Iterable[int], rows: Rows) -> dict[int, Tensor]:
+    return {number: part for number in numbers if (part := rows(number)) is not None}
+
+
+def _finish(work: dist.Work | None, sent: Tensor) -> None:
+    """Wait; `sent` is an argument so that its memory lives until here."""
+    if work is not None:
+        work.wait()
+
+
+def agree(terms: object, group: dist.ProcessGroup, like: Tensor) -> None:
+    """Make sure that all ranks mean the same, and open the connections between them.
+
+    A transport may connect two ranks when they first talk; here nothing else is under way.
+
+    Args:
+        terms: whose text has to be the same on all ranks.
+        group: the ranks; all must call this, and wait for one that does not.
+        like: a tensor of the device to talk from.
+
+    Raises:
+        RuntimeError: a rank means something else; raised on all ranks, and tells who differs.
+    """
+    if like.is_meta:  # a dry run: there are no values to compare
+        return
+    digest = int.from_bytes(blake2b(str(terms).encode(), digest_size=7).digest())
+    mine = torch.full((dist.get_world_size(group),), digest, dtype=torch.int64).to(like.device)
+    theirs = torch.empty_like(mine)
+    dist.all_to_all_single(theirs, mine, group=group)
+    ranks: dict[int, list[int]] = {}
+    for rank, value in enumerate(theirs.tolist()):
+        ranks.setdefault(value, []).append(rank)
+    if len(ranks) > 1:
+        raise RuntimeError(
+            "Muon: ranks differ in the matrices that they orthogonalize, in the order, the names "
+            "or the options of those, or in the dtype that they work in; ranks that agree: "
+            f"{list(ranks.values())}. Give all the same parameter groups in the same order, and "
+            "set ns_dtype if their hardware differs"
+        )
