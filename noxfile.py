@@ -30,6 +30,7 @@ class Package(NamedTuple):
 
     directory: Path
     project: dict[str, Any]
+    groups: dict[str, list[str]]
 
     @property
     def name(self) -> str:
@@ -52,17 +53,19 @@ class Package(NamedTuple):
         files += sorted(f for f in sources if f.suffix in {".cpp", ".h", ".py"})
         return hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()[:16]
 
-    def closure(self) -> list[Package]:
-        """The package, and those of this repository that it depends on."""
-        needed = {Requirement(text).name for text in self.project["dependencies"]}
-        below = [p for p in PACKAGES if p.name in needed]
-        return [self, *(q for p in below for q in p.closure())]
+    def closure(self, *groups: str) -> list[Package]:
+        """The package, and those of this repository that it and its dependency groups need."""
+        lists = (self.project["dependencies"], *(self.groups.get(name, []) for name in groups))
+        needed = {Requirement(text).name for texts in lists for text in texts}
+        below = [q for p in PACKAGES if p.name in needed for q in p.closure()]
+        return list({p.name: p for p in (self, *below)}.values())
 
 
 PACKAGES = [
-    Package(file.parent, nox.project.load_toml(file)["project"])
+    Package(file.parent, toml["project"], toml.get("dependency-groups", {}))
     for folder in ("core", "plugins/*", "contrib/*")
     for file in sorted(ROOT.glob(f"{folder}/pyproject.toml"))
+    for toml in [nox.project.load_toml(file)]
 ]
 SOURCES = [str(p.directory / "src") for p in PACKAGES]
 TESTS = [str(d) for d in (*(p.directory / "tests" for p in PACKAGES), ROOT / "tests") if d.is_dir()]
@@ -225,7 +228,7 @@ def wheels(session: nox.Session, package: Package) -> None:
     place = Path(session.create_tmp()).resolve()
     shutil.rmtree(place)
     place.mkdir()
-    needed = package.closure()
+    needed = package.closure("test")
     pure, names = [str(p.directory) for p in needed if not p.compiles], [p.name for p in needed]
     session.run("pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(place), *pure)
     session.install("--no-index", "--no-deps", *map(str, place.glob("*.whl")))
