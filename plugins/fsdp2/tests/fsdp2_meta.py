@@ -1,5 +1,6 @@
 """Scenarios of models that are sharded on meta; each runs on every rank."""
 
+import time
 from pathlib import Path
 
 import torch
@@ -232,6 +233,12 @@ class Live(TorchDispatchMode):
         held = (torch.UntypedStorage._new_with_weak_ptr(r.cdata) for r in self.storages.values())
         return sum(storage.nbytes() for storage in held if storage is not None)
 
+    @property
+    def settled(self) -> int:
+        """What is held a moment later: a thread of gloo lets go of a collective's buffer late."""
+        time.sleep(0.1)
+        return self.bytes
+
 
 class Wide(nn.Module):
     """Four blocks of 4 KiB, and 1 KiB beside them; two ranks divide all of it."""
@@ -270,11 +277,11 @@ def after_a_step_a_rank_holds_its_parts_alone(rank: int) -> None:
             optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
             for _ in range(2):
                 result = model(ids)
-                forward = live.bytes - parts * (3 if optimizer.state else 1)
+                forward = live.settled - parts * (3 if optimizer.state else 1)
                 # The embedding, and what is kept, are whole; activations are below 1 KiB.
                 assert (1 + 4 * keep) * KIB <= forward < (2 + 4 * keep) * KIB, forward
                 result.sum().backward()
                 del result
                 optimizer.step()
                 optimizer.zero_grad()
-                assert parts * 3 <= live.bytes < parts * 3 + KIB / 2, live.bytes
+                assert parts * 3 <= live.settled < parts * 3 + KIB / 2, live.bytes
